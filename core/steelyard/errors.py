@@ -88,6 +88,22 @@ class MissingShard(CheckpointError, FileNotFoundError):
         return str(self.args[0])
 
 
+class NoWeights(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path, or no weights in a folder.
+
+    Attributes:
+        path: What was given.
+        tried: The places or names that were looked for.
+    """
+
+    def __init__(self, path: str, why: str, tried: Sequence[str]) -> None:
+        self.path, self.tried = path, tuple(tried)
+        super().__init__(f"{path}: {why}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class BadHeader(CheckpointError):
     """A file's header contradicts itself or the file."""
 

@@ -1,0 +1,254 @@
+"""Runs one rank's plan: bytes into buffers, buffers into weights, weights into kernels, node by node.
+
+Pieces are read in the order in which they lie in the files. A Segment's buffers are made when its first piece comes and
+prepared when the last one is in, so beside the weights only the open Segments and one piece are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from steelyard.blueprint import AttentionState, Embedding, Experts, Linear, Node, Norm, Param
+from steelyard.checks import violated
+from steelyard.collectives import Group
+from steelyard.dtypes import FLOATS, nbytes
+from steelyard.errors import CapabilityError, LoadError
+from steelyard.layers import BuiltSegment, State, Weight, share_weight, weight_of
+from steelyard.layers import Embedding as EmbeddingLayer
+from steelyard.layers import Linear as LinearLayer
+from steelyard.layers import Norm as NormLayer
+from steelyard.loadplan import LoadPlan
+from steelyard.protocols import Reader
+from steelyard.steps import Alias, Check, Read, Region
+from steelyard.storage import TORCH_DTYPES, WORDS, finish, in_memory, itemsize, region_of
+from steelyard.tasks import SegmentTask
+from torch import nn
+
+
+@dataclass(slots=True)
+class Executed:
+    """What a rank's plan became.
+
+    Attributes:
+        built: Stem to built node.
+        received: Stored tensor to the bytes of it that this rank received.
+        peak_open: The most bytes that unprepared buffers held at once.
+        shared: Stems whose weights turned out equal to the one they are tied to.
+        apart: Stems that are tied by the config, but whose stored weights differ.
+    """
+
+    built: dict[str, nn.Module] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    peak_open: int = 0
+    shared: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
+
+
+def allocate(shape: tuple[int, ...], code: str, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised buffer for a stored dtype.
+
+    Shapes:
+        stored shape -> the same, the last dim in bytes where elements are narrower than a byte
+    """
+    return torch.empty(in_memory(code, shape), dtype=TORCH_DTYPES[code], device=device)
+
+
+def words(t: torch.Tensor, code: str) -> torch.Tensor:
+    """Return a tensor's elements as integers of their width: the same memory, never converted."""
+    return t.view(WORDS[itemsize(code)]) if code != "C64" else t
+
+
+class _Open:
+    """A Segment with its buffers, being filled."""
+
+    def __init__(self, task: SegmentTask, device: torch.device) -> None:
+        self.task = task
+        self.left = len(task.reads)
+        self.buffers = {one.name: allocate(one.shape, one.dtype, device) for one in task.on_rank.buffers}
+        self.codes = {one.name: one.dtype for one in task.on_rank.buffers}
+        self.written = dict.fromkeys(self.buffers, 0)
+        self.bytes = sum(nbytes(one.dtype, one.shape) for one in task.on_rank.buffers)
+
+    def write(self, name: str, region: Region, source: torch.Tensor | float, code: str) -> None:
+        """Write a piece, or a constant, into one buffer."""
+        target = region_of(self.buffers[name], region, self.codes[name])
+        if isinstance(source, float):
+            target.fill_(source)
+        elif code == self.codes[name]:
+            words(target, code).copy_(words(source, code).reshape(target.shape))
+        elif code in FLOATS and self.codes[name] in FLOATS:
+            target.copy_(source.reshape(target.shape))
+        else:
+            raise LoadError(f"{self.task.stem}.{name}: a piece stored as {code} cannot become {self.codes[name]}")
+        self.written[name] += prod(length for _, length in region)
+
+    def complete(self) -> dict[str, torch.Tensor]:
+        """Return the full buffers; raise LoadError if an element was written twice or never."""
+        for one in self.task.on_rank.buffers:
+            if self.written[one.name] != prod(one.shape):
+                raise LoadError(
+                    f"{self.task.stem}.{one.name}: {self.written[one.name]} of {prod(one.shape)} elements were written; "
+                    "the plan does not cover it exactly once"
+                )
+        lead = 0 if self.task.on_rank.local.experts is None else 1
+        return {
+            one.name: self.buffers[one.name].amax(lead) if one.merge == "max" else self.buffers[one.name]
+            for one in self.task.on_rank.buffers
+        }
+
+
+class Executor:
+    """Runs the plan of one rank; used once."""
+
+    def __init__(
+        self, plan: LoadPlan, rank: int, device: torch.device, reader: Reader, group: Group, poll: Callable[[], None]
+    ) -> None:
+        self._plan, self._rank, self._device, self._reader = plan, rank, device, reader
+        self._group, self._poll = group, poll
+        self._problems: list[str] = []
+        self._segments: dict[tuple[str, int], tuple[SegmentTask, Mapping[str, torch.Tensor]]] = {}
+        self._open_bytes = 0
+        self.executed = Executed()
+
+    def run(self) -> Executed:
+        """Read, prepare and build everything.
+
+        Raises:
+            LoadError: bytes cannot be read, or contradict what the plan requires of them; all of that at once.
+            CapabilityError: the model has experts, which are planned but not yet run.
+        """
+        tasks = list(self._plan.tasks(self._rank))
+        experts = [one.node.stem for one in self._plan.nodes if isinstance(one.node, Experts)]
+        if experts:
+            raise CapabilityError(f"run the experts of {experts[0]}", {"steelyard": "plans experts, has no layer for them yet"})
+        with torch.no_grad():
+            self._read_all(tasks)
+            if self._problems:
+                listed = "".join(f"\n  - {problem}" for problem in self._problems)
+                raise LoadError(f"{self._plan.checkpoint.folder}: stored values contradict the plan:{listed}")
+            for planned in self._plan.nodes:
+                parts = [self._segments.pop((planned.node.stem, index)) for index in range(len(planned.cls.segments))]
+                self.executed.built[planned.node.stem] = self._build(planned.node, parts)
+            self._tie()
+        return self.executed
+
+    def _read_all(self, tasks: Iterable[SegmentTask]) -> None:
+        by_key = {(task.stem, task.index): task for task in tasks}
+        checks: dict[tuple[str, str], list[Check]] = {}
+        for task in by_key.values():
+            for check in task.checks:
+                checks.setdefault((check.read.name, task.stem), []).append(check)
+        opened: dict[tuple[str, int], _Open] = {}
+        for task in by_key.values():
+            if not task.reads:
+                self._prepare(_filled(task, self._device))
+        for read in sorted((read for task in by_key.values() for read in task.reads), key=_in_file_order):
+            self._poll()
+            key = (read.stem, read.segment)
+            segment = opened.get(key)
+            if segment is None:
+                segment = opened[key] = _filled(by_key[key], self._device)
+                self._open_bytes += segment.bytes
+                self.executed.peak_open = max(self.executed.peak_open, self._open_bytes)
+            self._one(read, segment, checks.get((read.name, read.stem), ()))
+            segment.left -= 1
+            if not segment.left:
+                del opened[key]
+                self._open_bytes -= segment.bytes
+                self._prepare(segment)
+
+    def _one(self, read: Read, segment: _Open, checks: Iterable[Check]) -> None:
+        piece = self._reader.read(read)
+        received = self.executed.received
+        received[read.name] = received.get(read.name, 0) + nbytes(read.dtype, read.cut.taken)
+        self._check(piece, read, segment.task, checks)
+        moved = words(piece, read.dtype) if piece.device != self._device else piece
+        moved = moved.to(self._device).view(piece.dtype)
+        segment.write(read.buffer, read.region, _finished(moved, read), read.dtype)
+
+    def _check(self, piece: torch.Tensor, read: Read, task: SegmentTask, checks: Iterable[Check]) -> None:
+        for check in checks:
+            if check.read is not read:
+                continue
+            for rule in check.rules:
+                wrong = violated(rule, piece, task.segment.scheme, task.on_rank.local.inner)
+                if wrong:
+                    self._problems.append(f"{read.name} ({self._file(read)}): {wrong}")
+
+    def _file(self, read: Read) -> str:
+        return self._plan.checkpoint.files[read.file].name
+
+    def _prepare(self, segment: _Open) -> None:
+        task = segment.task
+        stored = segment.complete()
+        for check in task.checks:
+            if check.equal_to is not None:
+                mine = _finished(self._reader.read(check.read).to(self._device), check.read)
+                theirs = region_of(segment.buffers[check.read.buffer], check.read.region, check.read.dtype)
+                code = check.read.dtype
+                if not torch.equal(words(mine, code).reshape(theirs.shape), words(theirs, code)):
+                    self._problems.append(f"{check.read.name} ({self._file(check.read)}): differs from {check.equal_to}, "
+                                          "which the same input uses; they must be equal")
+        choice = task.segment.choice
+        if choice is None:
+            self._segments[task.stem, task.index] = (task, stored)
+            return
+        method = self._plan.methods[task.segment.scheme.key()]
+        bias = stored.pop("bias", None)
+        local = task.on_rank.local
+        weights = method.prepare(stored, task.segment.scheme, local, choice.form)
+        kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
+        if not isinstance(kernel, nn.Module):
+            raise LoadError(f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module")
+        self._segments[task.stem, task.index] = (task, {"kernel": kernel, "bias": bias})
+
+    def _build(self, node: Node, segments: list[tuple[SegmentTask, Mapping[str, torch.Tensor]]]) -> nn.Module:
+        task, stored = segments[0]
+        local = task.on_rank.local
+        match node:
+            case Linear():
+                built = [BuiltSegment(one.on_rank.local, had["kernel"], had["bias"]) for one, had in segments]
+                return LinearLayer(node, built, self._group)
+            case Embedding():
+                scheme = task.segment.scheme
+                to = TORCH_DTYPES[task.segment.param_dtype]
+                weight = self._plan.methods[scheme.key()].dequantize(stored, scheme, local, to)
+                return EmbeddingLayer(node, local, weight, self._group)
+            case Norm():
+                return NormLayer(node, stored["weight"], stored.get("bias"))
+            case Param():
+                return Weight(stored[""])
+            case AttentionState():
+                return State(stored)
+            case Experts():
+                raise AssertionError("refused before anything was read")
+
+    def _tie(self) -> None:
+        built = self.executed.built
+        for tie in self._plan.ties:
+            if isinstance(tie, Alias):
+                built[tie.target] = self._alias(self._plan.aliased[tie.target], built[tie.source])
+            elif torch.equal(weight_of(built[tie.target]), weight_of(built[tie.source])):
+                share_weight(built[tie.target], built[tie.source])
+                self.executed.shared.append(tie.target)
+            else:
+                self.executed.apart.append(tie.target)
+
+
+def _filled(task: SegmentTask, device: torch.device) -> _Open:
+    segment = _Open(task, device)
+    for fill in task.fills:
+        segment.write(fill.buffer, fill.region, fill.value, segment.codes[fill.buffer])
+    return segment
+
+
+def _finished(piece: torch.Tensor, read: Read) -> torch.Tensor:
+    """Refine and swap a piece as integers, so that dtypes without kernels pass too."""
+    return finish(words(piece, read.dtype), read.cut, read.swap).view(piece.dtype)
+
+
+def _in_file_order(read: Read) -> tuple[int, int]:
+    return read.file, read.start

@@ -1,0 +1,246 @@
+"""From a checkpoint's headers to a `LoadPlan`: one pass, no way back up, no tensor read.
+
+The order is that of the journey: family, blueprint, names, schemes, layouts, local nodes, kernels, cuts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+from steelyard.checkpoint import Checkpoint, quantization_config
+from steelyard.config import Effective, LoadConfig, resolve
+from steelyard.dtypes import CONFIG_DTYPES
+from steelyard.errors import BadConfig, UnknownPlugin
+from steelyard.findings import Finding
+from steelyard.kinds import BY_NOUN
+from steelyard.loadplan import LoadPlan
+from steelyard.matching import Matcher
+from steelyard.names import Names, dropped
+from steelyard.parts import PartFinder
+from steelyard.protocols import Config, KernelBackend, ModelFamily, QuantConfig
+from steelyard.ranks import Ranks
+from steelyard.registry import Registry, default_registry
+from steelyard.segmenting import Segmenter
+from steelyard.target import this_machine
+from steelyard.tasks import PlannedNode
+
+
+def plan(
+    path: str | PathLike[str],
+    *,
+    tp: int | None = None,
+    ep: int | None = None,
+    moe_tp: int | None = None,
+    world: int | None = None,
+    target: str | None = None,
+    config: LoadConfig | None = None,
+    registry: Registry | None = None,
+) -> LoadPlan:
+    """Plan the load of a checkpoint from its headers alone; torch is not needed.
+
+    Args:
+        path: The checkpoint's folder, or a hub id that is in the local cache.
+        tp: Tensor-parallel size.
+        ep: Expert-parallel size.
+        moe_tp: Tensor-parallel size inside an expert.
+        world: Ranks of the job; the smallest that holds ``tp`` and ``ep`` if not given.
+        target: What it shall run on (``"sm_90"``, ``"gfx942"``, ``"cpu"``); this machine if not given.
+        config: Every other option.
+        registry: Plugins to look in; those installed if not given.
+    Returns:
+        The plan. What is wrong with the checkpoint stands in its ``findings``; ``plan.check()`` raises it.
+    Raises:
+        CheckpointError: the folder cannot be read as a checkpoint.
+        UnknownPlugin: no installed plugin knows the architecture or the quantization.
+        BrokenPlugin: the plugin that knows it cannot be imported.
+        ConfigError: an option, or a value of the model's config, cannot be met.
+    """
+    registry = registry if registry is not None else default_registry()
+    checkpoint = Checkpoint.open(path)
+    key, family = find_family(checkpoint.config, registry)
+    effective = resolve(
+        config,
+        overrides={"tp": tp, "ep": ep, "moe_tp": moe_tp, "target": target},
+        defaults=family.defaults(checkpoint.config),
+        family=key,
+    )
+    options = effective.config
+    job = Ranks.of(tp=options.tp or 1, ep=options.ep or 1, moe_tp=options.moe_tp, world=world)
+    return _plan(checkpoint, key, family, effective, registry, job)
+
+
+def find_family(config: Config, registry: Registry) -> tuple[str, ModelFamily]:
+    """Return the family for a config, by ``architectures`` and then ``model_type``.
+
+    Raises:
+        BadConfig: the config names neither.
+        UnknownPlugin: no installed plugin offers any of the names.
+    """
+    architectures = config.get("architectures") or []
+    keys = [name for name in architectures if isinstance(name, str)]
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type:
+        keys.append(model_type)
+    if not keys:
+        raise BadConfig("config.json", "names no architecture: it has neither 'architectures' nor 'model_type'")
+    models = registry["model"]
+    for key in keys:
+        if key in models:
+            return key, models[key]()
+    known = BY_NOUN["model"].known
+    hint = next((known[key] for key in keys if key in known), None)
+    raise UnknownPlugin("model", keys[0], models.list_keys(), hint)
+
+
+def find_quantization(checkpoint: Checkpoint, registry: Registry) -> tuple[str, QuantConfig] | None:
+    """Return the dialect's key and the parsed quantization config of a checkpoint; None if it has none.
+
+    Raises:
+        BadConfig: it names no method.
+        UnknownPlugin: no installed plugin knows the dialect.
+    """
+    found = quantization_config(checkpoint)
+    if found is None:
+        return None
+    config, source = found
+    named = config.get("quant_method")
+    if not named and "quant_algo" in config:
+        named = "modelopt"
+    if not isinstance(named, str):
+        raise BadConfig(source, f"its quantization config names no quant_method; keys: {', '.join(sorted(config))}")
+    key = named.strip().lower()
+    key = "compressed-tensors" if key == "compressed_tensors" else key
+    return key, registry["quant dialect"][key]().parse(config, checkpoint.side_files())
+
+
+def _plan(
+    checkpoint: Checkpoint, key: str, family: ModelFamily, effective: Effective, registry: Registry, job: Ranks
+) -> LoadPlan:
+    options, config = effective.config, checkpoint.config
+    here = this_machine(options.device)
+    target = options.target or here
+    dtype = checkpoint.dtype_hint() if options.dtype == "auto" else CONFIG_DTYPES[options.dtype]
+    publishers = _publishers(config, registry)
+    quantization = find_quantization(checkpoint, registry)
+    names = Names([family.mapping(), *publishers.values()])
+    asked = f"tp_size={job.tp}, ep_size={job.ep}, moe_tp={job.moe_tp}"
+    matcher = Matcher(checkpoint.entries, [file.name for file in checkpoint.files], asked)
+    finder = PartFinder(checkpoint, names, quantization[1] if quantization else None, registry, options, matcher)
+
+    blueprint = family.blueprint(config)
+    aliased, ties = finder.ties(blueprint.nodes, {tie.target: tie.source for tie in blueprint.ties})
+    found = [parts for node in blueprint.nodes if node.stem not in aliased and (parts := finder.find(node))]
+    matcher.report_unread_parts()
+    backends, unusable = _backends(options, registry)
+    segmenter = Segmenter(backends, options, job, target, dtype, here=target == here)
+    nodes = tuple(PlannedNode(parts.node, segmenter.class_of(parts), parts.units) for parts in found)
+    reasons, unexpected = _leftovers(matcher, names.drops(config), strict=options.strict)
+
+    findings = [*matcher.findings, *finder.findings, *unexpected]
+    findings += segmenter.findings(Counter(one.cls for one in nodes))
+    findings += quantization[1].findings() if quantization else ()
+    findings += unusable
+    used = [("model", key), *(("weight mapping", name) for name in publishers)]
+    used += [("quant dialect", quantization[0])] if quantization else []
+    used += [("quant method", name) for name in finder.methods]
+    used += [("kernel backend", name) for name in segmenter.chosen]
+    plugins = _versions(used, registry)
+    return LoadPlan(
+        checkpoint=checkpoint,
+        config=config,
+        family=family,
+        family_key=key,
+        job=job,
+        target=target,
+        dtype=dtype,
+        nodes=nodes,
+        ties=ties,
+        aliased={node.stem: node for node in blueprint.nodes if node.stem in aliased},
+        methods=finder.methods,
+        backends={name: backends[name] for name in segmenter.chosen},
+        dropped=reasons,
+        skipped=tuple(finder.skipped),
+        findings=tuple(dict.fromkeys(findings)),
+        options=effective.to_json(),
+        plugins=plugins,
+        digest=_digest(checkpoint, job, target, dtype, effective, plugins, nodes),
+        experts=options.experts,
+        vocab_padding=options.vocab_padding,
+    )
+
+
+def _publishers(config: Config, registry: Registry) -> Mapping[str, Any]:
+    """Return the installed mappings of further publishers, ``<model_type>.<publisher>``, made."""
+    mappings = registry["weight mapping"]
+    wanted = [key for key in mappings.list_keys() if key.rpartition(".")[0] == config.get("model_type")]
+    return {key: mappings[key]() for key in wanted}
+
+
+def _backends(options: LoadConfig, registry: Registry) -> tuple[Mapping[str, KernelBackend], list[Finding]]:
+    """Return the kernel backends to ask; one that cannot be imported is an error only if the user names it."""
+    if options.kernels is not None:
+        backends = registry["kernel backend"]
+        return {key: backends[key]() for key in options.kernels}, []
+    usable = {key: cls() for key, cls in registry.available("kernel backend")}
+    broken = [
+        Finding("plugin", "note", name, f"kernel backend {name} is installed but could not be used: {why}")
+        for (noun, name), why in registry.import_errors.items()
+        if noun == "kernel backend"
+    ]
+    return usable, broken
+
+
+def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[str, str], list[Finding]]:
+    """Return the tensors that a rule drops, and a finding for each that nothing uses."""
+    left = [name for name in matcher.entries if name not in matcher.claims and name not in matcher.blamed]
+    reasons = dropped(left, drops)
+    severity = "error" if strict else "note"
+    unexpected = [
+        Finding(
+            "unexpected", severity, name,
+            f"unexpected tensor {name} ({matcher.file_of(name)}): no rule of the model uses or drops it",
+        )  # fmt: skip
+        for name in left
+        if name not in reasons
+    ]
+    return reasons, unexpected
+
+
+def _versions(used: Iterable[tuple[str, str]], registry: Registry) -> Mapping[str, str]:
+    offers = [registry.offer(noun, key) for noun, key in used]
+    return dict(sorted({offer.distribution: offer.version for offer in offers}.items()))
+
+
+def _digest(
+    checkpoint: Checkpoint,
+    job: Ranks,
+    target: str,
+    dtype: str,
+    effective: Effective,
+    plugins: Mapping[str, str],
+    nodes: Iterable[PlannedNode],
+) -> str:
+    """Return a hash of everything that decides what every rank loads; nothing of one rank or one machine."""
+    classes = dict.fromkeys(one.cls for one in nodes)
+    choices = [
+        (type(cls.shape).__name__, segment.parts, segment.scheme.key(), segment.choice.backend, segment.choice.form.name)
+        for cls in classes
+        for segment in cls.segments
+        if segment.choice is not None
+    ]
+    said = {
+        "files": checkpoint.identity(),
+        "config": checkpoint.config_bytes_hash,
+        "job": [job.world, job.tp, job.ep, job.moe_tp],
+        "target": target,
+        "dtype": dtype,
+        "options": effective.config.model_dump(mode="json", exclude={"device", "reader", "agreement", "target"}),
+        "plugins": plugins,
+        "choices": choices,
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,166 @@
+"""Node classes: what nodes with equal shapes and equal stored tensors share, worked out once.
+
+Local nodes come first, then Segments, then a kernel for each, then the cuts of every rank; each step's refusal is a
+finding that names one node and counts the others like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from steelyard.blueprint import AttentionState, Experts, Linear, Node
+from steelyard.choice import NoKernel, choose
+from steelyard.config import LoadConfig
+from steelyard.errors import ConfigError, CutError
+from steelyard.findings import Finding, FindingCode, Severity
+from steelyard.local import LocalNode, localize
+from steelyard.matching import UnitClass, shape_of
+from steelyard.parts import NodeParts
+from steelyard.protocols import KernelBackend
+from steelyard.ranks import Ranks
+from steelyard.segments import Segment, can_join, steps_of, strict
+from steelyard.tasks import NodeClass
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    cls: NodeClass
+    stem: str
+    code: FindingCode
+    severity: Severity
+    text: str
+
+
+class Segmenter:
+    """Makes node classes for one job; used once."""
+
+    def __init__(
+        self, backends: Mapping[str, KernelBackend], options: LoadConfig, job: Ranks, target: str, dtype: str, *, here: bool
+    ) -> None:
+        self._backends, self._options, self._job, self._target = backends, options, job, target
+        self._dtype, self._here = dtype, here
+        self._classes: dict[tuple[object, ...], NodeClass] = {}
+        self._noted: list[_Noted] = []
+        self.chosen: dict[str, str] = {}  # backend -> why it cannot run here, "" if it can
+
+    def class_of(self, found: NodeParts) -> NodeClass:
+        """Return the class of a node; what cannot be done with it is noted."""
+        shape = shape_of(found.node)
+        dtype = self._param_dtype(found.node)
+        key = (shape, dtype, tuple((linear, id(cls)) for linear, cls in found.classes))
+        known = self._classes.get(key)
+        if known is None:
+            known = self._classes[key] = NodeClass(shape, ())
+            known.segments = self._segments(found, known, dtype)
+        return known
+
+    def findings(self, counts: Mapping[NodeClass, int]) -> list[Finding]:
+        """Return what was noted, each with the number of nodes that it holds for."""
+        made = []
+        for note in self._noted:
+            more = counts.get(note.cls, 1) - 1
+            also = f" (and {more} more like it)" if more else ""
+            made.append(Finding(note.code, note.severity, note.stem, f"{note.stem}: {note.text}{also}"))
+        for name, why in self.chosen.items():
+            if why:
+                made.append(Finding("not-installed", "note", name, f"kernel backend {name} serves {self._target} and was "
+                                    f"chosen for it, but cannot run here: {why}"))
+        return made
+
+    def _param_dtype(self, node: Node) -> str:
+        own = None if isinstance(node, AttentionState) else (node.w13.dtype if isinstance(node, Experts) else node.dtype)
+        if own is not None:
+            return own
+        kept = any(fragment in node.stem.lower() for fragment in self._options.keep_float32)
+        return "F32" if kept else self._dtype
+
+    def _segments(self, found: NodeParts, cls: NodeClass, dtype: str) -> tuple[Segment, ...]:
+        stem = found.node.stem
+        try:
+            by_rank = [self._localize(cls.shape, ranks) for ranks in self._job.all()]
+        except CutError as error:
+            self._note(cls, stem, "cut", "error", str(error))
+            return ()
+        except ConfigError as error:
+            self._note(cls, stem, "heads", "error", str(error))
+            return ()
+        segments: list[Segment] = []
+        for linear in sorted({index for index, _ in found.classes}):
+            locals_ = list(dict.fromkeys(row[linear] for row in by_rank))
+            units = [unit for index, unit in found.classes if index == linear]
+            try:
+                for group in self._group(cls, stem, units, locals_):
+                    segments.append(self._segment(cls, found.node, stem, linear, group, locals_, dtype))
+            except CutError as error:
+                self._note(cls, stem, "cut", "error", str(error))
+        return tuple(segments)
+
+    def _localize(self, shape: Node, ranks: Ranks) -> tuple[LocalNode, ...]:
+        return localize(shape, ranks, experts=self._options.experts, vocab_padding=self._options.vocab_padding)
+
+    def _group(
+        self, cls: NodeClass, stem: str, units: Sequence[UnitClass], locals_: Sequence[LocalNode]
+    ) -> list[list[UnitClass]]:
+        groups = [[units[0]]]
+        for unit in units[1:]:
+            verdict = can_join(groups[-1], unit, locals_)
+            if verdict:
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+                self._note(cls, stem, "not-fused", "note", f"not fused because {verdict.why}")
+        return groups
+
+    def _segment(
+        self,
+        cls: NodeClass,
+        node: Node,
+        stem: str,
+        linear: int,
+        units: Sequence[UnitClass],
+        locals_: Sequence[LocalNode],
+        dtype: str,
+    ) -> Segment:
+        steps = steps_of(units[0], locals_)
+        if steps and self._options.scale_grid == "strict":
+            refused = next((error for unit in units if (error := strict(unit, locals_, steps))), None)
+            if refused is not None:
+                raise refused
+        scheme = units[0].scheme.refined(steps)
+        segment = Segment(linear, tuple(units), scheme, steps, dtype)
+        if isinstance(node, (Linear, Experts)):
+            self._choose(cls, stem, segment, locals_)
+        for local in locals_:
+            segment.on(local)
+        if steps:
+            finer = ", ".join(f"{axis} {units[0].scheme.grid()[axis]} -> {step}" for axis, step in steps.items())
+            self._note(cls, stem, "refined", "note", f"its scale grid is refined so that every rank starts on an edge: {finer}")
+        padding = max((local.padding for local in locals_), default=0)
+        if padding:
+            rows = sum(len(part.out) for part in locals_[0].parts)
+            self._note(cls, stem, "padded", "note", f"padded to {self._job.tp} x {rows + locals_[0].padding} rows "
+                                                     "with zeros, so that the ranks divide it")
+        return segment
+
+    def _choose(self, cls: NodeClass, stem: str, segment: Segment, locals_: Sequence[LocalNode]) -> None:
+        nodes = list(dict.fromkeys(local.only(segment.parts) for local in locals_))
+        try:
+            segment.choice = choose(
+                self._backends, segment.scheme, nodes, self._target,
+                wanted=self._options.kernels, is_refined=bool(segment.steps), here=self._here,
+            )  # fmt: skip
+        except NoKernel as error:
+            self._note(
+                cls, stem, "kernel", "error",
+                f"no kernel backend takes {segment.scheme.key()} with local shape [{nodes[0].n}, {nodes[0].k}] on "
+                f"{self._target}: {error}",
+            )  # fmt: skip
+            return
+        form = segment.choice.form
+        if form.weight_dtype is None:
+            segment.choice = replace(segment.choice, form=replace(form, weight_dtype=segment.param_dtype))
+        self.chosen[segment.choice.backend] = segment.choice.missing
+
+    def _note(self, cls: NodeClass, stem: str, code: FindingCode, severity: Severity, text: str) -> None:
+        self._noted.append(_Noted(cls, stem, code, severity, text))

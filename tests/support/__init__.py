@@ -1,0 +1,1 @@
+"""What tests share: builders that know nothing of the code under test."""
