@@ -29,13 +29,25 @@ class UnknownPlugin(PluginError, KeyError, ValueError):
     """
 
     def __init__(
-        self, noun: str, key: str, installed: Sequence[str], hint: str | None = None, *, broken: Sequence[str] = ()
+        self,
+        noun: str,
+        key: str,
+        installed: Sequence[str],
+        hint: str | None = None,
+        *,
+        broken: Sequence[str] = (),
+        blocked: Sequence[str] = (),
     ) -> None:
         self.noun, self.key, self.installed = noun, key, tuple(installed)
-        self.hint, self.broken = hint, tuple(broken)
+        self.hint, self.broken, self.blocked = hint, tuple(broken), tuple(blocked)
         known = ", ".join(sorted(installed)) or "none"
-        advice = f"Install it with: pip install {hint}" if hint else "No known package offers it."
-        failed = f" Installed, but failed to import: {'; '.join(broken)}." if broken else ""
+        if blocked:
+            advice = f"{' and '.join(blocked)} would offer it, but is blocked by STEELYARD_BLOCK; unblock it."
+        elif hint:
+            advice = f"Install it with: pip install {hint}"
+        else:
+            advice = "No known package offers it."
+        failed = f"\nInstalled, but failed to import: {'; '.join(broken)}." if broken else ""
         self.message = f"no {noun} named {key!r}; installed: {known}. {advice}{failed}"
         super().__init__(self.message)
 

@@ -6,7 +6,7 @@ prepared when the last one is in, so beside the weights only the open Segments a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,11 +16,12 @@ from steelyard.checks import violated
 from steelyard.collectives import Group
 from steelyard.dtypes import FLOATS, nbytes
 from steelyard.errors import CapabilityError, LoadError
-from steelyard.layers import BuiltSegment, State, Weight, share_weight, weight_of
+from steelyard.layers import BuiltSegment, DenseLinear, State, Weight, share_weight, weight_of
 from steelyard.layers import Embedding as EmbeddingLayer
 from steelyard.layers import Linear as LinearLayer
 from steelyard.layers import Norm as NormLayer
 from steelyard.loadplan import LoadPlan
+from steelyard.local import localize
 from steelyard.protocols import Reader
 from steelyard.steps import Alias, Check, Read, Region
 from steelyard.storage import TORCH_DTYPES, WORDS, finish, in_memory, itemsize, region_of
@@ -36,6 +37,7 @@ class Executed:
         built: Stem to built node.
         received: Stored tensor to the bytes of it that this rank received.
         peak_open: The most bytes that unprepared buffers held at once.
+        device_peak: The most memory of the accelerator that torch held at once; 0 on the CPU.
         shared: Stems whose weights turned out equal to the one they are tied to.
         apart: Stems that are tied by the config, but whose stored weights differ.
     """
@@ -43,6 +45,7 @@ class Executed:
     built: dict[str, nn.Module] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
     peak_open: int = 0
+    device_peak: int = 0
     shared: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
 
@@ -100,6 +103,16 @@ class _Open:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A prepared Segment: a kernel and its bias, or plain tensors for a node that runs no kernel."""
+
+    task: SegmentTask
+    tensors: Mapping[str, torch.Tensor]
+    kernel: nn.Module | None = None
+    bias: torch.Tensor | None = None
+
+
 class Executor:
     """Runs the plan of one rank; used once."""
 
@@ -109,7 +122,7 @@ class Executor:
         self._plan, self._rank, self._device, self._reader = plan, rank, device, reader
         self._group, self._poll = group, poll
         self._problems: list[str] = []
-        self._segments: dict[tuple[str, int], tuple[SegmentTask, Mapping[str, torch.Tensor]]] = {}
+        self._segments: dict[tuple[str, int], _Ready] = {}
         self._open_bytes = 0
         self.executed = Executed()
 
@@ -133,6 +146,8 @@ class Executor:
                 parts = [self._segments.pop((planned.node.stem, index)) for index in range(len(planned.cls.segments))]
                 self.executed.built[planned.node.stem] = self._build(planned.node, parts)
             self._tie()
+        if self._device.type == "cuda":
+            self.executed.device_peak = torch.cuda.max_memory_allocated(self._device)
         return self.executed
 
     def _read_all(self, tasks: Iterable[SegmentTask]) -> None:
@@ -194,28 +209,30 @@ class Executor:
                                           "which the same input uses; they must be equal")
         choice = task.segment.choice
         if choice is None:
-            self._segments[task.stem, task.index] = (task, stored)
+            self._segments[task.stem, task.index] = _Ready(task, stored)
             return
-        method = self._plan.methods[task.segment.scheme.key()]
+        method = self._plan.methods[task.method]
         bias = stored.pop("bias", None)
         local = task.on_rank.local
         weights = method.prepare(stored, task.segment.scheme, local, choice.form)
         kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
         if not isinstance(kernel, nn.Module):
             raise LoadError(f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module")
-        self._segments[task.stem, task.index] = (task, {"kernel": kernel, "bias": bias})
+        self._segments[task.stem, task.index] = _Ready(task, {}, kernel, bias)
 
-    def _build(self, node: Node, segments: list[tuple[SegmentTask, Mapping[str, torch.Tensor]]]) -> nn.Module:
-        task, stored = segments[0]
+    def _build(self, node: Node, segments: Sequence[_Ready]) -> nn.Module:
+        task, stored = segments[0].task, segments[0].tensors
         local = task.on_rank.local
         match node:
             case Linear():
-                built = [BuiltSegment(one.on_rank.local, had["kernel"], had["bias"]) for one, had in segments]
+                built = [
+                    BuiltSegment(one.task.on_rank.local, one.kernel, one.bias) for one in segments if one.kernel is not None
+                ]
                 return LinearLayer(node, built, self._group)
             case Embedding():
                 scheme = task.segment.scheme
                 to = TORCH_DTYPES[task.segment.param_dtype]
-                weight = self._plan.methods[scheme.key()].dequantize(stored, scheme, local, to)
+                weight = self._plan.methods[task.method].dequantize(stored, scheme, local, to)
                 return EmbeddingLayer(node, local, weight, self._group)
             case Norm():
                 return NormLayer(node, stored["weight"], stored.get("bias"))
@@ -236,6 +253,27 @@ class Executor:
                 self.executed.shared.append(tie.target)
             else:
                 self.executed.apart.append(tie.target)
+
+
+    def _alias(self, node: Node, source: nn.Module) -> nn.Module:
+        """Build a node around another's weight."""
+        options = self._plan.effective.config
+        ranks = self._plan.job.at(self._rank)
+        local = localize(node, ranks, experts=options.experts, vocab_padding=options.vocab_padding)[0]
+        weight = weight_of(source)
+        if tuple(weight.shape) != (local.n, local.k):
+            raise LoadError(
+                f"{node.stem} is tied to a weight of shape {list(weight.shape)} on this rank, and needs [{local.n}, {local.k}]"
+            )
+        module: nn.Module
+        if isinstance(node, Linear):
+            module = LinearLayer(node, [BuiltSegment(local, DenseLinear(weight), None)], self._group)
+        elif isinstance(node, Embedding):
+            module = EmbeddingLayer(node, local, weight, self._group)
+        else:
+            raise LoadError(f"{node.stem}: a {type(node).__name__} cannot use another node's weight")
+        share_weight(module, source)
+        return module
 
 
 def _filled(task: SegmentTask, device: torch.device) -> _Open:

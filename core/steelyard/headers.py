@@ -151,7 +151,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_re
         _require_regular(status)  # it may have been replaced between the two calls
         yield handle, status
     finally:
-        os.close(handle)
+        None
 
 
 def read_bytes(handle: int, length: int, offset: int) -> bytes:
@@ -257,7 +257,7 @@ def _decode(where: str, raw: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise BadHeader(where, "its header is nested too deeply") from error
     except ValueError as error:  # -0, or an integer of thousands of digits
-        raise BadHeader(where, f"its header holds a number that is no count: {error}") from error
+        raise BadHeader(where, "its header holds a number that is no count: -0, or thousands of digits") from error
     return members
 
 

@@ -9,20 +9,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steelyard.blueprint import Experts, Node
 from steelyard.checkpoint import Checkpoint
+from steelyard.config import Effective
+from steelyard.discovery import Offer
 from steelyard.dtypes import DTYPES, nbytes
 from steelyard.errors import PlanError
 from steelyard.findings import Finding, errors_of
 from steelyard.local import LocalNode, localize
 from steelyard.placement import covering
-from steelyard.protocols import Config, KernelBackend, ModelFamily, QuantMethod
+from steelyard.plan_table import kernel_records, plan_json, render_plan
+from steelyard.protocols import Config, KernelBackend, LoadFormat, ModelFamily, QuantMethod
 from steelyard.ranks import Ranks
+from steelyard.report import KernelRecord
 from steelyard.segments import Piece
 from steelyard.steps import Alias, AliasIfEqual, Read
+from steelyard.target import CPU
 from steelyard.tasks import NodeClass, PlannedNode, SegmentTask, repeats, task_of
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 SMALLEST_REQUEST = 8192
 """Bytes below which a run of a cut is read together with what lies around it."""
@@ -85,8 +93,9 @@ class LoadPlan:
         dropped: Stored tensor to the reason why it is left out.
         skipped: Stems of optional nodes that are not stored.
         findings: All that was found, errors and notes.
-        options: The effective options, each with where it came from.
-        plugins: Distribution to version of every plugin that took part.
+        effective: The effective options, each with where it came from.
+        load_format: Key of the format of the files, and the format.
+        offers: (kind, key) to what offers it, of every plugin that took part.
         digest: Equal on all ranks of a job, and for a later run of the same plan.
     """
 
@@ -105,11 +114,10 @@ class LoadPlan:
     dropped: Mapping[str, str]
     skipped: tuple[str, ...]
     findings: tuple[Finding, ...]
-    options: Mapping[str, Any]
-    plugins: Mapping[str, str]
+    effective: Effective
+    load_format: tuple[str, LoadFormat]
+    offers: Mapping[tuple[str, str], Offer]
     digest: str
-    experts: str = "uneven"
-    vocab_padding: str = "auto"
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
     _locals: dict[tuple[NodeClass, int], tuple[LocalNode, ...]] = field(default_factory=dict, repr=False)
 
@@ -117,6 +125,26 @@ class LoadPlan:
     def errors(self) -> tuple[Finding, ...]:
         """The findings that stop a load."""
         return errors_of(self.findings)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The effective options as plain data: path to value and origin."""
+        return self.effective.to_json()
+
+    @property
+    def plugins(self) -> Mapping[str, str]:
+        """Distribution to version of every plugin that took part."""
+        return dict(sorted({offer.distribution: offer.version for offer in self.offers.values()}.items()))
+
+    @property
+    def reader(self) -> tuple[str, str]:
+        """How bytes will be read, ``"mmap"`` or ``"pread"``, and why."""
+        asked = self.effective.config.reader
+        if asked != "auto":
+            return asked, "asked for"
+        if self.target == CPU:
+            return "mmap", "on the CPU a mapped file is copied once, and only pages that are touched are read"
+        return "pread", "for an accelerator, extents are read whole instead of page by page"
 
     @property
     def asked(self) -> str:
@@ -152,7 +180,9 @@ class LoadPlan:
         """Return a class's local nodes on a rank: one, or w13 and w2 for experts."""
         known = self._locals.get((cls, rank))
         if known is None:
-            known = localize(cls.shape, self.job.at(rank), experts=self.experts, vocab_padding=self.vocab_padding)
+            options = self.effective.config
+            ranks = self.job.at(rank)
+            known = localize(cls.shape, ranks, experts=options.experts, vocab_padding=options.vocab_padding)
             self._locals[cls, rank] = known
         return known
 
@@ -163,6 +193,18 @@ class LoadPlan:
             locals_ = self.locals_of(planned.cls, rank)
             for index, segment in enumerate(planned.cls.segments):
                 yield task_of(planned, index, segment.on(locals_[segment.linear]))
+
+    def kernels(self) -> tuple[KernelRecord, ...]:
+        """Return the kernel chosen for every Segment, in the order of the nodes."""
+        return tuple(kernel_records(self))
+
+    def table(self) -> Group:
+        """Return the plan for a rich console."""
+        return render_plan(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return plan_json(self)
 
     def reads(self, rank: int) -> Iterator[Read]:
         """Yield every piece that a rank reads."""

@@ -24,6 +24,10 @@ from steelyard.registry import Registry
 from steelyard.schemes import UNQUANTIZED, LayerScheme
 from steelyard.steps import Alias, AliasIfEqual
 
+NORM, PARAM, COMPANIONS = "norm", "param", "companions"
+CORE_LAYOUTS = (NORM, PARAM, COMPANIONS)
+"""Layouts that core itself declares, for nodes that no quant method has to do with."""
+
 Units: TypeAlias = dict[tuple[int, str, int | None], Unit]
 
 
@@ -109,11 +113,11 @@ class PartFinder:
                 self.skipped.append(node.stem)
                 return None
             shape = self._shape(node)
-            for part in _parts(node):
-                sources = self.names.of(node, part, None)
-                unit = self._unit(node, node, shape, part, sources, stem=node.stem)
+            for name in _parts(node):
+                sources = self.names.of(node, name, None)
+                unit = self._unit(node, node, shape, name, sources, stem=node.stem)
                 if unit is not None:
-                    units[0, part, None] = unit
+                    units[0, name, None] = unit
                     classes.append((0, unit.cls))
             wanted = len(_parts(node))
         if len(classes) < wanted or not any(cls.tensors for _, cls in classes):
@@ -228,11 +232,11 @@ class PartFinder:
                 tensors = [plain("weight", (Axis("out"),), absent=node.absent)]
                 if node.bias:
                     tensors.append(plain("bias", (Axis("out"),), absent=node.absent, role="bias"))
-                return (Layout("norm", tuple(tensors)),)
+                return (Layout(NORM, tuple(tensors)),)
             case Param():
-                return (Layout("param", (plain("", node.dims, absent=node.absent),)),)
+                return (Layout(PARAM, (plain("", node.dims, absent=node.absent),)),)
             case AttentionState():
-                return (Layout("companions", companions),)
+                return (Layout(COMPANIONS, companions),)
             case _:
                 layouts = self._method(scheme, experts=experts).layouts(scheme, node)
         if isinstance(node, Embedding) and node.absent != "error":

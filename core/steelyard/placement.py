@@ -396,7 +396,8 @@ def covering(shape: Sequence[int], cut: Cut, *, bits: int, smallest: int) -> tup
         smallest: Bytes below which a run is not worth a request of its own.
     Returns:
         ``(level, requests, bytes)``: dims from ``level`` + 1 on are read whole, dim ``level`` from the first to the
-        last index touched, dims before it exactly. A 0-d tensor has level 0.
+        last index touched, dims before it exactly. Where dim ``level`` has several runs and each is worth a request,
+        its runs are read one by one, and ``requests`` counts them. A 0-d tensor has level 0.
     Units:
         ``smallest`` and the returned bytes count bytes on disk.
     """

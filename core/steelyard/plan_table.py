@@ -42,10 +42,12 @@ class _Plan(Protocol):
     dropped: Mapping[str, str]
     skipped: tuple[str, ...]
     findings: tuple[Finding, ...]
-    options: Mapping[str, Any]
-    plugins: Mapping[str, str]
     digest: str
 
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def plugins(self) -> Mapping[str, str]: ...
     @property
     def asked(self) -> str: ...
     @property

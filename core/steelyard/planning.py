@@ -15,14 +15,15 @@ from typing import Any
 from steelyard.checkpoint import Checkpoint, quantization_config
 from steelyard.config import Effective, LoadConfig, resolve
 from steelyard.dtypes import CONFIG_DTYPES
-from steelyard.errors import BadConfig, UnknownPlugin
-from steelyard.findings import Finding
-from steelyard.kinds import BY_NOUN
+from steelyard.discovery import Offer
+from steelyard.errors import BadConfig, CapabilityError, UnknownPlugin
+from steelyard.findings import Finding, Severity
+from steelyard.kinds import BY_NOUN, KindName
 from steelyard.loadplan import LoadPlan
 from steelyard.matching import Matcher
 from steelyard.names import Names, dropped
 from steelyard.parts import PartFinder
-from steelyard.protocols import Config, KernelBackend, ModelFamily, QuantConfig
+from steelyard.protocols import Config, KernelBackend, LoadFormat, ModelFamily, QuantConfig
 from steelyard.ranks import Ranks
 from steelyard.registry import Registry, default_registry
 from steelyard.segmenting import Segmenter
@@ -145,11 +146,13 @@ def _plan(
     findings += segmenter.findings(Counter(one.cls for one in nodes))
     findings += quantization[1].findings() if quantization else ()
     findings += unusable
-    used = [("model", key), *(("weight mapping", name) for name in publishers)]
+    load_format = _format(options, checkpoint, registry)
+    used: list[tuple[KindName, str]] = [("model", key), ("load format", load_format[0])]
+    used += [("weight mapping", name) for name in publishers]
     used += [("quant dialect", quantization[0])] if quantization else []
     used += [("quant method", name) for name in finder.methods]
     used += [("kernel backend", name) for name in segmenter.chosen]
-    plugins = _versions(used, registry)
+    offers: dict[tuple[str, str], Offer] = {(noun, name): registry.offer(noun, name) for noun, name in used}
     return LoadPlan(
         checkpoint=checkpoint,
         config=config,
@@ -166,11 +169,10 @@ def _plan(
         dropped=reasons,
         skipped=tuple(finder.skipped),
         findings=tuple(dict.fromkeys(findings)),
-        options=effective.to_json(),
-        plugins=plugins,
-        digest=_digest(checkpoint, job, target, dtype, effective, plugins, nodes),
-        experts=options.experts,
-        vocab_padding=options.vocab_padding,
+        effective=effective,
+        load_format=load_format,
+        offers=offers,
+        digest=_digest(checkpoint, job, target, dtype, effective, offers.values(), nodes),
     )
 
 
@@ -199,7 +201,7 @@ def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[s
     """Return the tensors that a rule drops, and a finding for each that nothing uses."""
     left = [name for name in matcher.entries if name not in matcher.claims and name not in matcher.blamed]
     reasons = dropped(left, drops)
-    severity = "error" if strict else "note"
+    severity: Severity = "error" if strict else "note"
     unexpected = [
         Finding(
             "unexpected", severity, name,
@@ -211,9 +213,19 @@ def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[s
     return reasons, unexpected
 
 
-def _versions(used: Iterable[tuple[str, str]], registry: Registry) -> Mapping[str, str]:
-    offers = [registry.offer(noun, key) for noun, key in used]
-    return dict(sorted({offer.distribution: offer.version for offer in offers}.items()))
+def _format(options: LoadConfig, checkpoint: Checkpoint, registry: Registry) -> tuple[str, LoadFormat]:
+    """Return the load format asked for, or the first installed one that claims the files."""
+    formats = registry["load format"]
+    files = [file.name for file in checkpoint.files]
+    keys = formats.list_keys() if options.load_format == "auto" else [options.load_format]
+    refusals: dict[str, str] = {}
+    for key in keys:
+        made: LoadFormat = formats[key]()
+        verdict = made.claims(files)
+        if verdict:
+            return key, made
+        refusals[key] = verdict.why
+    raise CapabilityError(f"read {checkpoint.folder}", refusals)
 
 
 def _digest(
@@ -222,7 +234,7 @@ def _digest(
     target: str,
     dtype: str,
     effective: Effective,
-    plugins: Mapping[str, str],
+    offers: Iterable[Offer],
     nodes: Iterable[PlannedNode],
 ) -> str:
     """Return a hash of everything that decides what every rank loads; nothing of one rank or one machine."""
@@ -239,8 +251,8 @@ def _digest(
         "job": [job.world, job.tp, job.ep, job.moe_tp],
         "target": target,
         "dtype": dtype,
-        "options": effective.config.model_dump(mode="json", exclude={"device", "reader", "agreement", "target"}),
-        "plugins": plugins,
+        "options": effective.config.model_dump(mode="json", exclude={"device", "reader", "agreement", "target", "load_format"}),
+        "plugins": sorted({(offer.distribution, offer.version) for offer in offers}),
         "choices": choices,
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

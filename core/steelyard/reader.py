@@ -148,7 +148,7 @@ class PreadReader(SafetensorsReader):
     def _extents(self, read: Read, starts: Sequence[int], length: int, size: int) -> torch.Tensor:
         # Words, not bytes, so that the memory is aligned for them.
         data = torch.empty(len(starts) * length // size, dtype=WORDS[size]).view(torch.uint8)
-        memory = memoryview(data.numpy())
+        memory = memoryview(data.numpy().data)
         descriptor = self._descriptor(read.file)
         for index, start in enumerate(starts):
             self._fill(descriptor, memory[index * length : (index + 1) * length], read.start + start, read)

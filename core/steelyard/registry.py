@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Final
 
-from steelyard.discovery import BLOCK_VARIABLE, NOT_INSTALLED, Catalog, Offer, core_version, normalized
+from steelyard.discovery import NOT_INSTALLED, Catalog, Offer, core_version, normalized
 from steelyard.errors import AmbiguousPlugin, BrokenPlugin, ConfigError, PluginError, UnknownPlugin
 from steelyard.kinds import BY_NOUN
 
@@ -230,12 +230,13 @@ class Registry:
         kind = BY_NOUN[noun]
         broken = [text for (of, _), text in sorted(self.import_errors.items()) if of == noun]
         broken += [str(entry) for entry in self.catalog.broken if entry.noun in (noun, "")]
-        broken += [
-            f"{offer.distribution} {offer.version} is dropped by {BLOCK_VARIABLE}"
+        blocked = [
+            f"{offer.distribution} {offer.version}"
             for offer in self.catalog.blocked
             if (offer.noun, offer.key) == (noun, key)
         ]
-        return UnknownPlugin(noun, key, self.list_keys(noun), kind.known.get(key), broken=list(dict.fromkeys(broken)))
+        installed, hint = self.list_keys(noun), kind.known.get(key)
+        return UnknownPlugin(noun, key, installed, hint, broken=list(dict.fromkeys(broken)), blocked=blocked)
 
     def _complain(self, error: PluginError) -> None:
         if self._strict:

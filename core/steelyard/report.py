@@ -311,7 +311,6 @@ def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(
         title=title or None, title_justify="left", box=SIMPLE_HEAD if title else None, show_header=bool(title)
@@ -320,14 +319,14 @@ def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *
         table.add_column(column, overflow="fold")
     shown = rows if limit is None else rows[:limit]
     for row in shown:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(plain_text(cell) for cell in row))
     if len(shown) < len(rows):
-        table.add_row(Text(f"and {len(rows) - len(shown)} more"))
+        table.add_row(plain_text(f"and {len(rows) - len(shown)} more"))
     return table
 
 
 def plain_text(text: str) -> Text:
-    """Return a text for a rich console, which takes nothing in it for markup."""
+    """Return a text for a rich console: nothing in it is markup, and no control character reaches the terminal."""
     from rich.text import Text
 
-    return Text(text)
+    return Text("".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text))

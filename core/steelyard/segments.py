@@ -126,7 +126,7 @@ def strict(unit: UnitClass, locals_: Sequence[LocalNode], steps: Mapping[str, in
         return None
     try:
         for local in locals_:
-            _cuts(unit, local, {})
+            list(_cuts(unit, local, {}))
     except CutError as error:
         return error
     return None

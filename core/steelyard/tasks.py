@@ -63,6 +63,11 @@ class SegmentTask:
     fills: tuple[Fill, ...]
     checks: tuple[Check, ...]
 
+    @property
+    def method(self) -> str:
+        """The key of its quant method."""
+        return self.segment.scheme.key(experts=self.on_rank.local.experts is not None)
+
 
 def task_of(planned: PlannedNode, index: int, on_rank: SegmentOnRank) -> SegmentTask:
     """Return what one Segment of a node needs on a rank.
@@ -137,7 +142,7 @@ def _padding(stem: str, index: int, on_rank: SegmentOnRank) -> Iterable[Fill]:
     rows = on_rank.local.padding
     if not rows:
         return
-    last = next(reversed(on_rank.pieces.values()))
+    last = list(on_rank.pieces.values())[-1]
     shapes = {buffer.name: buffer.shape for buffer in on_rank.buffers}
     for piece in last:
         for at, dim in enumerate(piece.found.target):

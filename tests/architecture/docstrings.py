@@ -110,13 +110,13 @@ def is_hookspec(node: Documented) -> bool:
 
 
 def hookspecs(text: str) -> dict[str, str]:
-    """Return each hook's name and its signature as written, from ``def`` to the colon."""
+    """Return each hook's name and its signature as written, from ``def`` to the colon, mypy's notes aside."""
     lines = text.splitlines()
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and is_hookspec(node):
             header = "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
-            found[node.name] = inspect.cleandoc(header).strip()
+            found[node.name] = inspect.cleandoc(header).strip().partition("  # type: ignore")[0]
     return found
 
 

@@ -135,7 +135,7 @@ def test_a_key_that_only_a_broken_entry_point_offers_is_unknown_and_the_entry_is
     with pytest.raises(UnknownPlugin) as caught:
         Registry(read(root))["model"]["bert"]
     assert str(caught.value) == (
-        "no model named 'bert'; installed: good. Install it with: pip install steelyard-model-bert "
+        "no model named 'bert'; installed: good. Install it with: pip install steelyard-model-bert\n"
         "Installed, but failed to import: bad-plugin 1.0: "
         "'tree_bad:register' is not the dotted name of a module, which 'bert' needs."
     )

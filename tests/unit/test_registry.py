@@ -168,7 +168,7 @@ def test_an_unknown_model_lists_known_names_and_recorded_import_errors(root):
     with pytest.raises(UnknownPlugin) as caught:
         registry["model"]["qwen99"]
     assert str(caught.value) == (
-        "no model named 'qwen99'; installed: bad, bert, roberta. No known package offers it. "
+        "no model named 'qwen99'; installed: bad, bert, roberta. No known package offers it.\n"
         "Installed, but failed to import: plugin broken 1.0 is installed, but tree_broken failed: "
         "ModuleNotFoundError: No module named 'no_such_module_anywhere'."
     )
@@ -309,8 +309,8 @@ def test_a_blocked_plugin_is_neither_listed_nor_imported_and_the_message_says_so
     with pytest.raises(UnknownPlugin) as caught:
         registry["model"]["bert"]
     assert str(caught.value) == (
-        "no model named 'bert'; installed: none. Install it with: pip install steelyard-model-bert "
-        "Installed, but failed to import: bert 1.0 is dropped by STEELYARD_BLOCK."
+        "no model named 'bert'; installed: none. "
+        "bert 1.0 would offer it, but is blocked by STEELYARD_BLOCK; unblock it."
     )
     assert imported() == []
 

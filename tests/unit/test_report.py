@@ -189,3 +189,11 @@ def test_a_long_list_is_cut_with_a_count_unless_all_is_asked_for():
     assert "layers.49.attention" not in printed(many.table())
     assert "layers.49.attention" in printed(many.table(parameters=None))
     assert len(many.to_json()["parameters"]) == 50
+
+
+def test_names_from_a_file_are_neither_markup_nor_control_characters():
+    """A published file must not be able to write to the terminal of who loads it."""
+    text = printed(replace(report(), dropped={"a\x1b[31m[bold]b": "no\tuse"}).table())
+    assert r"a\x1b[31m[bold]b" in text
+    assert r"no\tuse" in text
+    assert "\x1b" not in text

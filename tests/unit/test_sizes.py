@@ -1,4 +1,5 @@
 import pytest
+
 from steelyard.errors import ConfigError
 from steelyard.sizes import human, parse_size
 

@@ -74,7 +74,7 @@ def _cached(text: str, revision: str | None, cause: OSError) -> Path:
         raise CheckpointError(f"{text}: revision {revision!r} is no branch, tag or commit")
     repository = cache_folder() / f"models--{text.replace('/', '--')}"
     for name in (_ref(repository / "refs" / wanted), wanted):
-        if name is not None and _SNAPSHOT.fullmatch(name) and (repository / "snapshots" / name).is_dir():
+        if name is not None and _SNAPSHOT.fullmatch(name) and os.path.isdir(repository / "snapshots" / name):
             return repository / "snapshots" / name
     asked = "" if revision is None else f" --revision {revision}"
     raise NoWeights(

@@ -30,9 +30,16 @@ class Row(NamedTuple):
     help: str
 
 
+_CLI = "steelyard.cli"
 COMMANDS: dict[str, Row] = {
-    "plugins": Row("steelyard.cli.plugins", "plugins", "List what installed plugins offer, and import none of them."),
-    "doctor": Row("steelyard.cli.plugins", "doctor", "Import every installed plugin and say which ones work."),
+    "inspect": Row(f"{_CLI}.inspect", "inspect", "Say what a checkpoint holds, from its headers."),
+    "plan": Row(f"{_CLI}.plan", "plan", "Say what a load would read, hold and run on every rank, and what is wrong."),
+    "explain": Row(f"{_CLI}.explain", "explain", "Say where one tensor goes, how it is cut, and why."),
+    "load": Row(f"{_CLI}.load", "load", "Load a checkpoint here and print the report."),
+    "embed": Row(f"{_CLI}.embed", "embed", "Turn texts into vectors with a published encoder."),
+    "kernels": Row(f"{_CLI}.kernels", "kernels", "List kernel backends, what they serve and what they lack here."),
+    "plugins": Row(f"{_CLI}.plugins", "plugins", "List what installed plugins offer, and import none of them."),
+    "doctor": Row(f"{_CLI}.plugins", "doctor", "Import every installed plugin and say which ones work."),
 }
 
 

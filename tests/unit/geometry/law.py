@@ -14,6 +14,7 @@ import numpy as np
 from geometry.record import Arrays, Format, View
 from geometry.rules import Setup, columns_of, experts_of, positions, rows_of
 from steelyard.blueprint import Experts, Linear, Placement
+from steelyard.errors import CutError
 from steelyard.layouts import Layout, Source, with_bias
 from steelyard.local import LocalNode, LocalPart, localize
 from steelyard.matching import Matcher, Unit, UnitClass, shape_of
@@ -328,3 +329,12 @@ def broken(fmt: Format, setup: Setup, *, layout_of: Format | None = None) -> lis
     localized(setup)
     world = world_of(fmt, setup, layout_of=layout_of)
     return [*unequal_cuts(fmt, setup, world), *unequal_buffers(fmt, setup, world)]
+
+
+def refusal(fmt: Format, setup: Setup) -> tuple[str, tuple[int, int], int] | None:
+    """Return axis, range and step of core's refusal; None if it cuts, and then the law must hold."""
+    try:
+        assert broken(fmt, setup) == []
+    except CutError as error:
+        return error.axis, error.range, error.step
+    return None

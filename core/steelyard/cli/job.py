@@ -1,0 +1,31 @@
+"""Commands under ``torchrun``: the process group that they run in, and which rank prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def job() -> Iterator[bool]:
+    """Join the job that ``torchrun`` started, if it did, for as long as the command runs.
+
+    Yields:
+        Whether this process prints: the only one, or rank 0.
+    """
+    import torch
+    from torch import distributed
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        distributed.init_process_group("nccl")
+    else:
+        distributed.init_process_group("gloo")
+    try:
+        yield distributed.get_rank() == 0
+    finally:
+        distributed.destroy_process_group()

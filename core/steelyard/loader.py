@@ -1,0 +1,180 @@
+"""Load a checkpoint: plan, agree, read, prepare, build; on one process or on every rank of a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Literal
+
+import torch
+from steelyard.agree import Agreement, Verdict
+from steelyard.collectives import current_ranks, tensor_parallel_group
+from steelyard.config import LoadConfig
+from steelyard.errors import CapabilityError, ConfigError, LoadError, SteelyardError
+from steelyard.execute import Executed, Executor
+from steelyard.loadplan import LoadPlan
+from steelyard.planning import plan
+from steelyard.ranks import Ranks
+from steelyard.registry import Registry, default_registry
+from steelyard.report import LoadReport
+from steelyard.reporting import report_of
+from steelyard.target import CPU, this_machine
+from torch import nn
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        module: The runnable model, in evaluation mode.
+        report: What the load did.
+        plan: What it was to do.
+    """
+
+    module: nn.Module
+    report: LoadReport
+    plan: LoadPlan
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    device: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    moe_tp: int | None = None,
+    config: LoadConfig | None = None,
+    registry: Registry | None = None,
+) -> LoadedModel:
+    """Load a checkpoint; under ``torch.distributed``, called on every rank alike.
+
+    Args:
+        path: The checkpoint's folder, or a hub id that is in the local cache.
+        device: ``"cpu"``, ``"cuda"``; the first accelerator if there is one, if not given.
+        dtype: Dtype of the parameters that are not quantized; the checkpoint's if not given.
+        tp: Tensor-parallel size; all ranks of the job if not given.
+        ep: Expert-parallel size.
+        moe_tp: Tensor-parallel size inside an expert.
+        config: Every other option.
+        registry: Plugins to look in; those installed if not given.
+    Raises:
+        SteelyardError: on one process, what is wrong, as `steelyard.plan` says it, or `LoadError` for bytes that
+            contradict the plan.
+        DistributedLoadError: on several ranks, the same error on all of them, naming the rank that failed.
+    """
+    started = time.perf_counter()
+    registry = registry if registry is not None else default_registry()
+    given = (config or LoadConfig()).given()
+    asked = {"device": device, "dtype": dtype, "tp": tp, "ep": ep, "moe_tp": moe_tp}
+    options = LoadConfig(**{**given, **{name: value for name, value in asked.items() if value is not None}})
+    ranks = current_ranks(tp=options.tp, ep=options.ep, moe_tp=options.moe_tp)
+    sizes = {"tp": ranks.tp, "ep": ranks.ep, "moe_tp": ranks.moe_tp}
+    options = LoadConfig(**{**options.given(), **sizes, "device": device_name(options.device)})
+    bound, beat = options.agreement.timeout, options.agreement.heartbeat
+    with Agreement.open(ranks, bound=bound, heartbeat=beat) as agreement:
+        made = _agreed_plan(path, options, ranks, registry, agreement)
+        reading = time.perf_counter()
+        model, executed, read = _execute(made, ranks, agreement)
+        reading = time.perf_counter() - reading
+        agreement.settle("loaded", Verdict(ok=True))
+    seconds = time.perf_counter() - started
+    report = report_of(made, executed, read, ranks.rank, reading=reading, seconds=seconds)
+    _log.info("%s", report.summary())
+    return LoadedModel(model, report, made)
+
+
+def device_name(device: str | None) -> str:
+    """Return the device to load to, with this process's index for an accelerator.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device='cuda': torch finds no accelerator here; use device='cpu'")
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    return device
+
+
+def _agreed_plan(
+    path: str | PathLike[str], options: LoadConfig, ranks: Ranks, registry: Registry, agreement: Agreement
+) -> LoadPlan:
+    """Plan on this rank, and go on only if every rank made the same plan."""
+    try:
+        made = plan(path, world=ranks.world, config=options, registry=registry).check()
+        _check_here(made, options)
+    except SteelyardError as error:
+        if ranks.world == 1:
+            raise
+        agreement.settle("plan", Verdict(ok=False, error=str(error)))
+        raise  # unreachable: a verdict that is not ok raises on every rank
+    _log.info("%s", made.effective.describe())
+    choices = {f"{one.stem} {' '.join(one.parts)}".strip(): f"{one.backend} {one.form}" for one in made.kernels()}
+    agreement.settle("plan", Verdict(ok=True, digest=made.digest, choices=choices))
+    return made
+
+
+def _check_here(made: LoadPlan, options: LoadConfig) -> None:
+    here = this_machine(options.device)
+    if made.target != here:
+        raise ConfigError(f"target={made.target!r}: this machine is {here!r}; a plan for another can be made, not loaded")
+    missing = {one.backend: one.missing for one in made.kernels() if one.missing}
+    if missing:
+        raise CapabilityError("run the kernels that were chosen", missing)
+
+
+def _execute(made: LoadPlan, ranks: Ranks, agreement: Agreement) -> tuple[nn.Module, Executed, int]:
+    device = torch.device(made.effective.config.device or CPU)
+    way, _ = made.reader
+    with made.load_format[1].open(made.checkpoint, way) as reader:
+        executor = Executor(made, ranks.rank, device, reader, tensor_parallel_group(ranks), agreement.poll)
+        executed = executor.run()
+        read = reader.bytes_read
+    built = Built(executed.built)
+    module = made.family.module(made.config, built)
+    built.check()
+    return module.eval(), executed, read
+
+
+class Built(Mapping[str, nn.Module]):
+    """Built nodes by stem; each may be taken once, and all must be."""
+
+    def __init__(self, nodes: Mapping[str, nn.Module]) -> None:
+        self._nodes = dict(nodes)
+        self._taken: set[str] = set()
+
+    def __getitem__(self, stem: str) -> nn.Module:
+        node = self._nodes[stem]
+        if stem in self._taken:
+            raise LoadError(f"the family took the node {stem!r} twice; two places of a model may not own one module")
+        self._taken.add(stem)
+        return node
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, stem: object) -> bool:
+        return stem in self._nodes
+
+    def check(self) -> None:
+        """Raise LoadError if the family left out a node that was loaded."""
+        left = [stem for stem in self._nodes if stem not in self._taken]
+        if left:
+            raise LoadError(f"the family left out {len(left)} loaded nodes, such as {left[0]!r}")

@@ -1,0 +1,121 @@
+"""How a sentence-transformers folder turns hidden states into one vector: read from its JSON files, torch-free.
+
+Source:
+    The folder layout of sentence-transformers 2 to 5: ``modules.json`` lists the modules in order, each with a type and
+    a folder; a pooling module's ``config.json`` names its modes; ``Normalize`` has nothing to store, so its folder may be
+    absent; ``sentence_bert_config.json`` has the length to cut texts at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from steelyard.checkpoint.configs import read_json
+from steelyard.checkpoint.hub import locate
+from steelyard.errors import BadConfig
+
+PoolingMode: TypeAlias = Literal["mean", "cls", "max", "mean_sqrt_len", "last"]
+
+_MODES: dict[str, PoolingMode] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_lasttoken": "last",
+}
+_LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSettings:
+    """What stands between hidden states and a sentence's vector.
+
+    Attributes:
+        folder: Where the encoder's checkpoint lies.
+        pooling: Modes, their vectors laid one behind the other.
+        normalize: Whether vectors are scaled to length 1.
+        max_tokens: Tokens that a text is cut at; None leaves it to the encoder.
+        lower: Whether texts are lower-cased first.
+        source: What says so.
+    """
+
+    folder: Path
+    pooling: tuple[PoolingMode, ...] = ("mean",)
+    normalize: bool = False
+    max_tokens: int | None = None
+    lower: bool = False
+    source: str = "no modules.json: mean of the tokens, not normalised"
+
+
+def sentence_settings(path: str) -> SentenceSettings:
+    """Read the settings of a folder; a plain encoder's checkpoint gets the mean of its tokens.
+
+    Args:
+        path: The folder, or a hub id that is in the local cache.
+    Raises:
+        CheckpointError: there is no such folder.
+        BadConfig: a file is unreadable, or names a module that this version does not compute.
+    """
+    root = locate(path, None)
+    modules_file = root / "modules.json"
+    if not modules_file.is_file():
+        tokens, lower = _length(root)
+        return SentenceSettings(root, max_tokens=tokens, lower=lower)
+    modules = read_json(modules_file).content
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise BadConfig(str(modules_file), "is not a list of modules")
+    folder, normalize = root, False
+    pooling: tuple[PoolingMode, ...] = ("mean",)
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        where = _inside(root, module.get("path", ""), modules_file)
+        if kind == "Transformer":
+            folder = where
+        elif kind == "Pooling":
+            pooling = _pooling(where / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        else:
+            raise BadConfig(
+                str(modules_file),
+                f"names the module {kind or module!r}; this version computes Transformer, Pooling and Normalize",
+            )
+    tokens, lower = _length(folder)
+    return SentenceSettings(folder, pooling, normalize, tokens, lower, "modules.json")
+
+
+def _inside(root: Path, path: Any, where: Path) -> Path:
+    if not isinstance(path, str) or path.startswith(("/", "\\")) or ".." in path.replace("\\", "/").split("/"):
+        raise BadConfig(str(where), f"names the folder {path!r}, which does not lie in the checkpoint")
+    return root / path
+
+
+def _pooling(file: Path) -> tuple[PoolingMode, ...]:
+    config = read_json(file).content
+    if not isinstance(config, dict):
+        raise BadConfig(str(file), "is not an object")
+    on = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    unknown = [key for key in on if key not in _MODES]
+    if unknown:
+        raise BadConfig(str(file), f"asks for {', '.join(unknown)}; this version pools by {', '.join(get_args(PoolingMode))}")
+    modes = tuple(mode for key, mode in _MODES.items() if key in on)
+    if not modes:
+        raise BadConfig(str(file), "turns no pooling mode on")
+    return modes
+
+
+def _length(folder: Path) -> tuple[int | None, bool]:
+    for name in _LENGTH_FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        config = read_json(file).content
+        if not isinstance(config, dict):
+            raise BadConfig(str(file), "is not an object")
+        tokens = config.get("max_seq_length")
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+            raise BadConfig(str(file), f"max_seq_length={tokens!r} is not a count of tokens")
+        return tokens, config.get("do_lower_case") is True
+    return None, False
