@@ -151,7 +151,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[tuple[int, os.stat_re
         _require_regular(status)  # it may have been replaced between the two calls
         yield handle, status
     finally:
-        None
+        os.close(handle)
 
 
 def read_bytes(handle: int, length: int, offset: int) -> bytes:
