@@ -2,7 +2,8 @@
 
 Source:
     e4m3fn has NaN at 0x7F and 0xFF, e4m3fnuz and e5m2fnuz at 0x80 alone, e5m2 where the exponent is 31 and the mantissa
-    is not 0 (OCP OFP8 rev 1.0; the fnuz types as torch defines them).
+    is not 0 (OCP OFP8 rev 1.0; the fnuz types as torch defines them). E8M0 has NaN at 0xFF; the 4- and 6-bit floats
+    have none (OCP Microscaling rev 1.0).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+
 from steelyard.layouts import CheckName
 from steelyard.placement import Span
 from steelyard.schemes import LayerScheme
@@ -32,10 +34,8 @@ def positive(t: torch.Tensor) -> str:
 
 def power_of_two(t: torch.Tensor) -> str:
     """Say how many float values are not positive powers of two."""
-    bits = t.to(torch.float32).contiguous().view(torch.int32)
-    # Sign and mantissa must be empty (0x807FFFFF), the exponent must not.
-    bad = ((bits & -2139095041) != 0) | (bits == 0)
-    return _count(bad, "not powers of two")
+    mantissa, _ = torch.frexp(t.to(torch.float32))
+    return _count(mantissa != 0.5, "not powers of two")
 
 
 def no_nan_codes(t: torch.Tensor) -> str:
@@ -60,17 +60,23 @@ RULES: Mapping[str, Callable[[torch.Tensor], str]] = {
 }
 
 
-def violated(rule: CheckName, t: torch.Tensor, scheme: LayerScheme, inner: Span) -> str:
+def violated(rule: CheckName, t: torch.Tensor, code: str, scheme: LayerScheme, inner: Span) -> str:
     """Return what is wrong with a stored piece under a rule; "" if nothing is.
 
     Args:
         rule: The rule's name.
         t: The piece, as stored.
-        scheme: The layer's scheme, which has the group size that an index speaks of.
+        code: Its stored dtype, which torch may hold as plain bytes.
+        scheme: The layer's scheme as stored, which has the group size that an index speaks of.
         inner: The rank's range of ``in``, where an index starts.
     """
-    if rule != "trivial_index":
-        return RULES[rule](t)
-    group = scheme.grid().get("in", inner.size)
-    expected = torch.arange(inner.start, inner.stop, device=t.device) // group
-    return _count(t.flatten().to(torch.int64) != expected, "not i // group_size: the order of activations matters")
+    if rule == "trivial_index":
+        group = scheme.grid().get("in", inner.size)
+        expected = torch.arange(inner.start, inner.stop, device=t.device) // group
+        return _count(t.flatten().to(torch.int64) != expected, "not i // group_size: the order of activations matters")
+    if code == "F8_E8M0":
+        # Every other code is a positive power of two.
+        return _count(t == 0xFF, "NaN codes")
+    if code in ("F4", "F6_E2M3", "F6_E3M2") and rule == "no_nan_codes":
+        return ""
+    return RULES[rule](t)

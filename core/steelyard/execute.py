@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch import nn
+
 from steelyard.blueprint import AttentionState, Embedding, Experts, Linear, Node, Norm, Param
 from steelyard.checks import violated
 from steelyard.collectives import Group
@@ -26,7 +28,6 @@ from steelyard.protocols import Reader
 from steelyard.steps import Alias, Check, Read, Region
 from steelyard.storage import TORCH_DTYPES, WORDS, finish, in_memory, itemsize, region_of
 from steelyard.tasks import SegmentTask
-from torch import nn
 
 
 @dataclass(slots=True)
@@ -64,6 +65,22 @@ def words(t: torch.Tensor, code: str) -> torch.Tensor:
     return t.view(WORDS[itemsize(code)]) if code != "C64" else t
 
 
+def overlapping(regions: Sequence[Region]) -> Region | None:
+    """Return a region that shares an element with another; None if there is none.
+
+    >>> overlapping([((0, 2), (0, 4)), ((2, 2), (0, 4))]), overlapping([((0, 3),), ((2, 2),)])
+    (None, ((2, 2),))
+    """
+    beside: list[Region] = []  # those before, in the order of the first dim, that reach as far as the one at hand
+    for region in sorted(one for one in regions if all(length for _, length in one)):
+        beside = [one for one in beside if not region or sum(one[0]) > region[0][0]]
+        for one in beside:
+            if all(a < c + d and c < a + b for (a, b), (c, d) in zip(one, region, strict=True)):
+                return region
+        beside.append(region)
+    return None
+
+
 class _Open:
     """A Segment with its buffers, being filled."""
 
@@ -72,13 +89,13 @@ class _Open:
         self.left = len(task.reads)
         self.buffers = {one.name: allocate(one.shape, one.dtype, device) for one in task.on_rank.buffers}
         self.codes = {one.name: one.dtype for one in task.on_rank.buffers}
-        self.written = dict.fromkeys(self.buffers, 0)
+        self.written: dict[str, list[Region]] = {name: [] for name in self.buffers}
         self.bytes = sum(nbytes(one.dtype, one.shape) for one in task.on_rank.buffers)
 
     def write(self, name: str, region: Region, source: torch.Tensor | float, code: str) -> None:
         """Write a piece, or a constant, into one buffer."""
         target = region_of(self.buffers[name], region, self.codes[name])
-        if isinstance(source, float):
+        if not isinstance(source, torch.Tensor):
             target.fill_(source)
         elif code == self.codes[name]:
             words(target, code).copy_(words(source, code).reshape(target.shape))
@@ -86,14 +103,17 @@ class _Open:
             target.copy_(source.reshape(target.shape))
         else:
             raise LoadError(f"{self.task.stem}.{name}: a piece stored as {code} cannot become {self.codes[name]}")
-        self.written[name] += prod(length for _, length in region)
+        self.written[name].append(region)
 
     def complete(self) -> dict[str, torch.Tensor]:
         """Return the full buffers; raise LoadError if an element was written twice or never."""
         for one in self.task.on_rank.buffers:
-            if self.written[one.name] != prod(one.shape):
+            written = sum(prod(length for _, length in region) for region in self.written[one.name])
+            twice = overlapping(self.written[one.name])
+            if written != prod(one.shape) or twice is not None:
+                where = f", {list(twice)} (start, length) more than once" if twice is not None else ""
                 raise LoadError(
-                    f"{self.task.stem}.{one.name}: {self.written[one.name]} of {prod(one.shape)} elements were written; "
+                    f"{self.task.stem}.{one.name}: {written} of {prod(one.shape)} elements were written{where}; "
                     "the plan does not cover it exactly once"
                 )
         lead = 0 if self.task.on_rank.local.experts is None else 1
@@ -124,6 +144,7 @@ class Executor:
         self._problems: list[str] = []
         self._segments: dict[tuple[str, int], _Ready] = {}
         self._open_bytes = 0
+        self._ran = False
         self.executed = Executed()
 
     def run(self) -> Executed:
@@ -132,11 +153,17 @@ class Executor:
         Raises:
             LoadError: bytes cannot be read, or contradict what the plan requires of them; all of that at once.
             CapabilityError: the model has experts, which are planned but not yet run.
+            RuntimeError: it ran before; a second time would prepare weights that are prepared.
         """
+        if self._ran:
+            raise RuntimeError("an Executor runs once; make another for another load")
+        self._ran = True
         tasks = list(self._plan.tasks(self._rank))
         experts = [one.node.stem for one in self._plan.nodes if isinstance(one.node, Experts)]
         if experts:
-            raise CapabilityError(f"run the experts of {experts[0]}", {"steelyard": "plans experts, has no layer for them yet"})
+            raise CapabilityError(
+                f"run the experts of {experts[0]}", {"steelyard": "plans experts, has no layer for them yet"}
+            )
         with torch.no_grad():
             self._read_all(tasks)
             if self._problems:
@@ -182,14 +209,21 @@ class Executor:
         self._check(piece, read, segment.task, checks)
         moved = words(piece, read.dtype) if piece.device != self._device else piece
         moved = moved.to(self._device).view(piece.dtype)
+        if read.dtype in ("F32", "BF16") and segment.codes[read.buffer] == "F16":
+            lost = int((torch.isinf(moved.to(torch.float16)) & ~torch.isinf(moved)).sum())
+            if lost:
+                self._problems.append(
+                    f"{read.name} ({self._file(read)}): {lost} of {moved.numel()} values are too large for F16"
+                )
         segment.write(read.buffer, read.region, _finished(moved, read), read.dtype)
 
     def _check(self, piece: torch.Tensor, read: Read, task: SegmentTask, checks: Iterable[Check]) -> None:
+        scheme = task.segment.units[0].scheme  # as stored; the Segment's own may be on a finer grid
         for check in checks:
             if check.read is not read:
                 continue
             for rule in check.rules:
-                wrong = violated(rule, piece, task.segment.scheme, task.on_rank.local.inner)
+                wrong = violated(rule, piece, read.dtype, scheme, task.on_rank.local.inner)
                 if wrong:
                     self._problems.append(f"{read.name} ({self._file(read)}): {wrong}")
 
@@ -205,8 +239,12 @@ class Executor:
                 theirs = region_of(segment.buffers[check.read.buffer], check.read.region, check.read.dtype)
                 code = check.read.dtype
                 if not torch.equal(words(mine, code).reshape(theirs.shape), words(theirs, code)):
-                    self._problems.append(f"{check.read.name} ({self._file(check.read)}): differs from {check.equal_to}, "
-                                          "which the same input uses; they must be equal")
+                    self._problems.append(
+                        f"{check.read.name} ({self._file(check.read)}): differs from {check.equal_to}, "
+                        "which the same input uses; they must be equal"
+                    )
+        if self._problems:
+            return  # nothing will be built; what is left is read only to find every other problem
         choice = task.segment.choice
         if choice is None:
             self._segments[task.stem, task.index] = _Ready(task, stored)
@@ -217,7 +255,9 @@ class Executor:
         weights = method.prepare(stored, task.segment.scheme, local, choice.form)
         kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
         if not isinstance(kernel, nn.Module):
-            raise LoadError(f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module")
+            raise LoadError(
+                f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module"
+            )
         self._segments[task.stem, task.index] = _Ready(task, {}, kernel, bias)
 
     def _build(self, node: Node, segments: Sequence[_Ready]) -> nn.Module:
@@ -226,7 +266,9 @@ class Executor:
         match node:
             case Linear():
                 built = [
-                    BuiltSegment(one.task.on_rank.local, one.kernel, one.bias) for one in segments if one.kernel is not None
+                    BuiltSegment(one.task.on_rank.local, one.kernel, one.bias)
+                    for one in segments
+                    if one.kernel is not None
                 ]
                 return LinearLayer(node, built, self._group)
             case Embedding():
@@ -248,12 +290,11 @@ class Executor:
         for tie in self._plan.ties:
             if isinstance(tie, Alias):
                 built[tie.target] = self._alias(self._plan.aliased[tie.target], built[tie.source])
-            elif torch.equal(weight_of(built[tie.target]), weight_of(built[tie.source])):
+            elif _equal(built[tie.target], built[tie.source]):
                 share_weight(built[tie.target], built[tie.source])
                 self.executed.shared.append(tie.target)
             else:
                 self.executed.apart.append(tie.target)
-
 
     def _alias(self, node: Node, source: nn.Module) -> nn.Module:
         """Build a node around another's weight."""
@@ -274,6 +315,15 @@ class Executor:
             raise LoadError(f"{node.stem}: a {type(node).__name__} cannot use another node's weight")
         share_weight(module, source)
         return module
+
+
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two layers hold plain weights of the same dtype and values."""
+    try:
+        mine, theirs = weight_of(one), weight_of(other)
+    except LoadError:
+        return False  # one is packed for its kernel
+    return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
 def _filled(task: SegmentTask, device: torch.device) -> _Open:

@@ -8,16 +8,16 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from steelyard.agree import Agreement, Verdict
 from steelyard.collectives import current_ranks, tensor_parallel_group
-from steelyard.config import LoadConfig
-from steelyard.errors import CapabilityError, ConfigError, LoadError, SteelyardError
+from steelyard.config import LoadConfig, resolve
+from steelyard.errors import CapabilityError, ConfigError, LoadError
 from steelyard.execute import Executed, Executor
 from steelyard.loadplan import LoadPlan
-from steelyard.planning import plan
+from steelyard.planning import plan_for
 from steelyard.ranks import Ranks
 from steelyard.registry import Registry, default_registry
 from steelyard.report import LoadReport
@@ -72,73 +72,61 @@ def load(
     """
     started = time.perf_counter()
     registry = registry if registry is not None else default_registry()
-    given = (config or LoadConfig()).given()
-    asked = {"device": device, "dtype": dtype, "tp": tp, "ep": ep, "moe_tp": moe_tp}
-    options = LoadConfig(**{**given, **{name: value for name, value in asked.items() if value is not None}})
-    ranks = current_ranks(tp=options.tp, ep=options.ep, moe_tp=options.moe_tp)
-    sizes = {"tp": ranks.tp, "ep": ranks.ep, "moe_tp": ranks.moe_tp}
-    options = LoadConfig(**{**options.given(), **sizes, "device": device_name(options.device)})
-    bound, beat = options.agreement.timeout, options.agreement.heartbeat
-    with Agreement.open(ranks, bound=bound, heartbeat=beat) as agreement:
-        made = _agreed_plan(path, options, ranks, registry, agreement)
+    overrides = {"device": device, "dtype": dtype, "tp": tp, "ep": ep, "moe_tp": moe_tp}
+    asked = resolve(config, overrides=overrides).config
+    ranks = current_ranks(tp=asked.tp, ep=asked.ep, moe_tp=asked.moe_tp)
+    place = device_of(asked.device)
+    with Agreement.open(ranks, bound=asked.agreement.timeout) as agreement:
+        made = plan_for(path, config, overrides, registry, job=ranks, device=str(place)).check()
+        _agree(made, str(place), agreement)
         reading = time.perf_counter()
-        model, executed, read = _execute(made, ranks, agreement)
+        model, executed, read = _execute(made, ranks, place, agreement)
         reading = time.perf_counter() - reading
-        agreement.settle("loaded", Verdict(ok=True))
+        agreement.settle("loaded", Verdict())
     seconds = time.perf_counter() - started
-    report = report_of(made, executed, read, ranks.rank, reading=reading, seconds=seconds)
+    report = report_of(made, executed, read, ranks.rank, str(place), reading=reading, seconds=seconds)
     _log.info("%s", report.summary())
     return LoadedModel(model, report, made)
 
 
-def device_name(device: str | None) -> str:
+def device_of(device: str | None) -> torch.device:
     """Return the device to load to, with this process's index for an accelerator.
 
+    Args:
+        device: What was asked for; the accelerator if there is one, else the CPU, if nothing was.
     Raises:
         ConfigError: the device is not there.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError("device='cuda': torch finds no accelerator here; use device='cpu'")
-        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        device = "cuda" if torch.cuda.is_available() else CPU
     try:
-        torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: {error}") from error
-    return device
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: torch finds no accelerator here; use device='cpu'")
+    index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", index)
 
 
-def _agreed_plan(
-    path: str | PathLike[str], options: LoadConfig, ranks: Ranks, registry: Registry, agreement: Agreement
-) -> LoadPlan:
-    """Plan on this rank, and go on only if every rank made the same plan."""
-    try:
-        made = plan(path, world=ranks.world, config=options, registry=registry).check()
-        _check_here(made, options)
-    except SteelyardError as error:
-        if ranks.world == 1:
-            raise
-        agreement.settle("plan", Verdict(ok=False, error=str(error)))
-        raise  # unreachable: a verdict that is not ok raises on every rank
-    _log.info("%s", made.effective.describe())
-    choices = {f"{one.stem} {' '.join(one.parts)}".strip(): f"{one.backend} {one.form}" for one in made.kernels()}
-    agreement.settle("plan", Verdict(ok=True, digest=made.digest, choices=choices))
-    return made
-
-
-def _check_here(made: LoadPlan, options: LoadConfig) -> None:
-    here = this_machine(options.device)
+def _agree(made: LoadPlan, device: str, agreement: Agreement) -> None:
+    """Go on only if this rank can run the plan and every rank made the same one."""
+    here = this_machine(device)
     if made.target != here:
         raise ConfigError(f"target={made.target!r}: this machine is {here!r}; a plan for another can be made, not loaded")
     missing = {one.backend: one.missing for one in made.kernels() if one.missing}
     if missing:
         raise CapabilityError("run the kernels that were chosen", missing)
+    _log.info("%s", made.effective.describe())
+    choices = {f"{one.stem} {' '.join(one.parts)}".strip(): f"{one.backend} {one.form}" for one in made.kernels()}
+    agreement.settle("plan", Verdict(digest=made.digest, choices=choices))
 
 
-def _execute(made: LoadPlan, ranks: Ranks, agreement: Agreement) -> tuple[nn.Module, Executed, int]:
-    device = torch.device(made.effective.config.device or CPU)
+def _execute(
+    made: LoadPlan, ranks: Ranks, device: torch.device, agreement: Agreement
+) -> tuple[nn.Module, Executed, int]:
     way, _ = made.reader
     with made.load_format[1].open(made.checkpoint, way) as reader:
         executor = Executor(made, ranks.rank, device, reader, tensor_parallel_group(ranks), agreement.poll)

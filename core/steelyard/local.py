@@ -134,7 +134,7 @@ def _linear(node: Linear, tp: int, tp_rank: int, vocab_padding: str) -> LocalNod
     if node.placement is Placement.COLWISE:
         if any(part.padded for part in node.parts):
             if len(node.parts) > 1:
-                raise ConfigError(f"{node.stem}: a padded part must be the only one of its Linear")
+                raise ConfigError("a padded part must be the only one of its Linear")
             rows, padding = padded_rows(node.parts[0].out, tp, tp_rank, vocab_padding)
             return LocalNode(node, (LocalPart(node.parts[0].name, rows),), whole(node.in_features), padding=padding)
         parts = tuple(_part(node, part, tp, tp_rank) for part in node.parts)
@@ -151,11 +151,13 @@ def _part(node: Linear, part: Part, tp: int, tp_rank: int) -> LocalPart:
     if part.heads is None:
         return LocalPart(part.name, even("out", part.out, tp, tp_rank))
     if part.out % part.heads:
-        raise ConfigError(f"{node.stem}: {part.out} rows of {part.name!r} are not a multiple of {part.heads} heads")
+        raise ConfigError(f"{part.out} rows of {part.name!r} are not a multiple of {part.heads} heads")
     kv_heads = next((other.heads for other in node.parts if other.kv and other.heads), None)
     q_heads = next((other.heads for other in node.parts if other.heads and not other.kv), None)
     if q_heads is None:
-        raise ConfigError(f"{node.stem}: key/value heads of {part.name!r} stand without their query heads in one Linear")
+        raise ConfigError(f"key/value heads of {part.name!r} stand without their query heads in one Linear")
+    if part.heads != (kv_heads if part.kv else q_heads):
+        raise ConfigError(f"{part.name!r} has {part.heads} heads, the parts before it {kv_heads if part.kv else q_heads}")
     start, stop = head_range(q_heads, kv_heads or q_heads, tp, tp_rank, kv=part.kv)
     size = part.out // part.heads
     return LocalPart(part.name, Span(start * size, stop * size, part.out), Span(start, stop, part.heads))

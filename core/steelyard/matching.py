@@ -161,7 +161,7 @@ class Matcher:
                 dict.fromkeys(tensor for layout in layouts for tensor in layout.tensors)
             )
         hits: list[tuple[str, TensorEntry, Source] | None] = []
-        signature: list[object] = [id(layouts), id(shape), part]
+        signature: list[object] = [id(layouts), id(shape), part, experts]
         for probe in probes:
             hit = self._look(probe, sources, stem)
             hits.append(hit)
@@ -189,7 +189,12 @@ class Matcher:
             for spelling in tensor.spellings:
                 name = path + (respell.get(spelling, spelling) if respell else spelling)
                 entry = entries.get(name)
-                if entry is None or (hit is not None and hit[0] == name):
+                if entry is None:
+                    continue
+                if hit is not None and hit[0] == name:
+                    if source.shape_key != hit[2].shape_key:
+                        self._error("layout", name, f"{name}: the mappings lay it out in two ways for {stem}'s {tensor.name}")
+                        self.blamed.add(name)
                     continue
                 if hit is not None:
                     self._error("duplicate", name, f"duplicate tensors {hit[0]} and {name}: both are {stem}'s "
@@ -247,6 +252,7 @@ class Matcher:
         if len(winners) > 1:
             names = " and ".join(cls.layout.name for cls, _ in winners)
             self._error("layout", stem, f"{stem}: layouts {names} of scheme {scheme.key()} both fit the headers")
+            self.blamed.update(hit[0] for hit in hits if hit is not None)
             return None, ()
         return winners[0]
 
@@ -260,6 +266,8 @@ class Matcher:
         stem: str,
     ) -> Found | Finding:
         name, entry, source = hit
+        if source.stacked:
+            stem = stem.rpartition(".")[0]  # the tensor is every expert's, and so is what is wrong with it
         where = f"{name} ({self._files[entry.file]})"
         if entry.dtype not in tensor.dtypes:
             return Finding(
@@ -269,6 +277,12 @@ class Matcher:
             )  # fmt: skip
         sizes = sizes_of(node, part, experts if source.stacked else None)
         if source.order is not None:
+            lies = [name for name, _ in source.order.runs]
+            if part not in lies:
+                return Finding(
+                    "layout", "error", name,
+                    f"{where}: the mapping says that {part!r} of {stem} lies in it, but lays only {', '.join(lies)}",
+                )  # fmt: skip
             if source.order.rows(part) != sizes["out"]:
                 return Finding(
                     "shape", "error", name,
@@ -277,11 +291,14 @@ class Matcher:
             sizes["out"] = source.order.total
         tried: list[str] = []
         for form in tensor.dims:
-            dims = source.dims(form)
             try:
+                dims = source.dims(form)
                 expected = stored_shape(dims, sizes)
             except ValueError as error:
-                tried.append(f"{describe_dims(dims)} ({error})")
+                tried.append(f"{describe_dims(form)} ({error})")
+                continue
+            except KeyError as error:
+                tried.append(f"{describe_dims(form)} (it has no axis {error})")
                 continue
             if expected == entry.shape:
                 target = (dims[0], *form) if source.stacked else form
@@ -313,6 +330,9 @@ class Matcher:
         refusals: list[tuple[int, Layout, list[Finding]]],
         hits: Sequence[tuple[str, TensorEntry, Source] | None],
     ) -> None:
+        if not refusals:
+            self._error("layout", stem, f"{stem}: the method of scheme {scheme.key()} has no layout for it")
+            return
         _, nearest, problems = max(refusals, key=lambda refusal: (refusal[0], -len(refusal[2])))
         self.blamed.update(hit[0] for hit in hits if hit is not None)
         if len(layouts) == 1:
@@ -343,7 +363,7 @@ class Matcher:
         """Add a finding for every tensor shared by several parts of which some are nobody's."""
         for name, (order, parts) in self._shared.items():
             left = [part for part, _ in order.runs if part not in parts]
-            if left:
+            if left and name not in self.blamed:
                 self._error("unexpected", name, f"{name}: no node reads its parts {', '.join(left)}")
 
     def _error(self, code: FindingCode, subject: str, text: str) -> None:

@@ -5,12 +5,12 @@ The finder asks the dialect, the method and the mapping, and hands the rest to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from steelyard.blueprint import AttentionState, Embedding, Experts, FillWith, Linear, Node, Norm, Param
+from steelyard.blueprint import Absent, AttentionState, Embedding, Experts, FillWith, Linear, Node, Norm, Param, Tie
 from steelyard.checkpoint import Checkpoint
 from steelyard.config import LoadConfig
 from steelyard.dtypes import FLOATS
@@ -69,32 +69,39 @@ class PartFinder:
         self._allowed_layouts: dict[int, tuple[Layout, ...]] = {}
 
     def ties(
-        self, nodes: Sequence[Node], ties: Mapping[str, str]
+        self, nodes: Sequence[Node], ties: Sequence[Tie]
     ) -> tuple[set[str], tuple[Alias | AliasIfEqual, ...]]:
-        """Return the stems that have no tensors of their own, and the ties as steps.
+        """Return the stems that have no tensors of their own, and the ties as steps; every step's source is loaded.
+
+        The order of the ties decides nothing: of nodes that are tied to one another, the one that no tie makes a
+        target keeps the weight if it is stored, else the first that is.
 
         Args:
             nodes: The model's nodes.
-            ties: Stem to the stem whose weight it uses.
+            ties: The model's ties.
         """
         by_stem = {node.stem: node for node in nodes}
         aliased: set[str] = set()
         made: list[Alias | AliasIfEqual] = []
-        for target, source in ties.items():
-            has_target, has_source = self._is_stored(by_stem[target]), self._is_stored(by_stem[source])
-            if has_target and has_source:
-                made.append(AliasIfEqual(target, source))
+        for group in _tied(list(by_stem), ties):
+            stored = [stem for stem in group if self._is_stored(by_stem[stem])]
+            needed = [stem for stem in group if not _is_optional(by_stem[stem])]
+            if not stored and not needed:
+                continue
+            keeper = (stored or needed)[0]
+            for stem in group:
+                if stem == keeper:
+                    continue
+                if stem not in stored:
+                    aliased.add(stem)
+                    made.append(Alias(stem, keeper))
+                    continue
+                made.append(AliasIfEqual(stem, keeper))
                 self._add(
-                    "untied", "note", target,
-                    f"{target} is tied to {source} by the config, but stored too: "
+                    "untied", "note", stem,
+                    f"{stem} is tied to {keeper} by the config, but stored too: "
                     "it shares memory if the bytes are equal, else it stays apart",
                 )  # fmt: skip
-            elif has_target:
-                aliased.add(source)
-                made.append(Alias(source, target))
-            else:
-                aliased.add(target)
-                made.append(Alias(target, source))
         return aliased, tuple(made)
 
     def find(self, node: Node) -> NodeParts | None:
@@ -102,6 +109,9 @@ class PartFinder:
         units: Units = {}
         classes: list[tuple[int, UnitClass]] = []
         if isinstance(node, Experts):
+            if node.num_experts < 1:
+                self._add("config", "error", node.stem, f"{node.stem}: {node.num_experts} experts; there must be at least 1")
+                return None
             for index, linear in enumerate((node.w13, node.w2)):
                 for part in linear.parts:
                     found = self._experts(node, index, linear, part.name, units)
@@ -109,7 +119,7 @@ class PartFinder:
                         classes.append((index, found))
             wanted = len(node.w13.parts) + len(node.w2.parts)
         else:
-            if isinstance(node, (Linear, Norm)) and node.absent == "skip" and not self._is_stored(node):
+            if _is_optional(node) and not self._is_stored(node):
                 self.skipped.append(node.stem)
                 return None
             shape = self._shape(node)
@@ -140,7 +150,7 @@ class PartFinder:
     def _experts(self, node: Experts, index: int, linear: Linear, part: str, units: Units) -> UnitClass | None:
         shape = self._shape(linear)
         first: UnitClass | None = None
-        found = 0
+        found = before = 0
         for expert in range(node.num_experts):
             sources = self.names.of(node, part, expert)
             stem = f"{node.stem}.{expert}"
@@ -148,16 +158,24 @@ class PartFinder:
             if unit is None:
                 continue
             if unit.cls.is_stacked:
+                alone = [one.tensor.name for one in unit.cls.tensors if not one.stacked and one.fill is None]
+                if alone:
+                    self._add(
+                        "layout", "error", node.stem,
+                        f"{node.stem}: {part!r} is stored for all experts at once, but its {', '.join(alone)} for each; "
+                        "all tensors of a part must be stored alike",
+                    )  # fmt: skip
                 units[index, part, None] = unit
                 return unit.cls
             found += 1
             units[index, part, expert] = unit
-            first = first or unit.cls
+            if first is None:
+                first, before = unit.cls, expert
             if unit.cls is not first:
                 self._add(
                     "layout", "error", stem,
-                    f"{node.stem}: {part!r} of expert {expert} is stored or quantized in another way than expert 0's; "
-                    "the experts of a layer must agree",
+                    f"{node.stem}: {part!r} of expert {expert} is stored or quantized in another way than expert "
+                    f"{before}'s; the experts of a layer must agree",
                 )  # fmt: skip
         return first if found == node.num_experts else None
 
@@ -175,15 +193,15 @@ class PartFinder:
         scheme = self._scheme(node, sources)
         layouts = self._layouts_of(scheme, shape, linear, experts=experts is not None)
         if self.options.allow_missing and self.matcher.absent(layouts, sources) and self._may_miss(stem, sources):
-            layouts = self._filled(layouts, stem)
+            layouts = self._filled(layouts, f"{stem} {part}".strip())
         return self.matcher.match(linear, shape, part, scheme, layouts, sources, stem=stem, experts=experts)
 
     def _may_miss(self, stem: str, sources: Sequence[Source]) -> bool:
         names = [stem, *(name for source in sources for name in (source.path, f"{source.path}.weight"))]
         return any(fnmatchcase(name, pattern) for pattern in self.options.allow_missing for name in names)
 
-    def _filled(self, layouts: tuple[Layout, ...], stem: str) -> tuple[Layout, ...]:
-        self._add("missing", "note", stem, f"{stem} is not stored and allow_missing names it: it is filled with zeros")
+    def _filled(self, layouts: tuple[Layout, ...], what: str) -> tuple[Layout, ...]:
+        self._add("missing", "note", what, f"{what} is not stored and allow_missing names it: it is filled with zeros")
         known = self._allowed_layouts.get(id(layouts))
         if known is None:
             zero = FillWith(0.0)
@@ -229,17 +247,17 @@ class PartFinder:
         companions = tuple(one.tensor for one in (self.quant.companions() if self.quant else ()) if one.node == cls)
         match node:
             case Norm():
-                tensors = [plain("weight", (Axis("out"),), absent=node.absent)]
+                tensors = [plain("weight", (Axis("out"),), absent=_within(node))]
                 if node.bias:
-                    tensors.append(plain("bias", (Axis("out"),), absent=node.absent, role="bias"))
+                    tensors.append(plain("bias", (Axis("out"),), absent=_within(node), role="bias"))
                 return (Layout(NORM, tuple(tensors)),)
             case Param():
-                return (Layout(PARAM, (plain("", node.dims, absent=node.absent),)),)
+                return (Layout(PARAM, (plain("", node.dims, absent=_within(node)),)),)
             case AttentionState():
                 return (Layout(COMPANIONS, companions),)
             case _:
                 layouts = self._method(scheme, experts=experts).layouts(scheme, node)
-        if isinstance(node, Embedding) and node.absent != "error":
+        if isinstance(node, Embedding) and _within(node) != "error":
             layouts = tuple(_with_absent(layout, node) for layout in layouts)
         if isinstance(node, Linear) and node.bias:
             layouts = with_bias(layouts)
@@ -260,6 +278,26 @@ class PartFinder:
 
 def _parts(node: Node) -> list[str]:
     return [part.name for part in node.parts] if isinstance(node, Linear) else [""]
+
+
+def _is_optional(node: Node) -> bool:
+    return not isinstance(node, (Experts, AttentionState)) and node.absent == "skip"
+
+
+def _within(node: Norm | Param | Embedding) -> Absent:
+    """Return what one absent tensor of a node means: an optional node is left out whole, or stored whole."""
+    return "error" if node.absent == "skip" else node.absent
+
+
+def _tied(stems: Sequence[str], ties: Sequence[Tie]) -> list[list[str]]:
+    """Return the groups of stems that are tied to one another, each with the stems that are no target first."""
+    groups: dict[str, set[str]] = {}
+    for tie in ties:
+        joined = groups.get(tie.target, {tie.target}) | groups.get(tie.source, {tie.source})
+        groups |= dict.fromkeys(joined, joined)
+    targets = {tie.target for tie in ties}
+    ordered = sorted(groups, key=lambda stem: (stem in targets, stems.index(stem)))
+    return [[stem for stem in ordered if stem in group] for group in {id(one): one for one in groups.values()}.values()]
 
 
 def _with_absent(layout: Layout, node: Embedding) -> Layout:

@@ -12,14 +12,16 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
+from steelyard.blueprint import Node
 from steelyard.checkpoint import Checkpoint, quantization_config
 from steelyard.config import Effective, LoadConfig, resolve
-from steelyard.dtypes import CONFIG_DTYPES
 from steelyard.discovery import Offer
-from steelyard.errors import BadConfig, CapabilityError, UnknownPlugin
+from steelyard.dtypes import CONFIG_DTYPES
+from steelyard.errors import BadConfig, CapabilityError, ConfigError, CutError, UnknownPlugin
 from steelyard.findings import Finding, Severity
 from steelyard.kinds import BY_NOUN, KindName
 from steelyard.loadplan import LoadPlan
+from steelyard.local import localize
 from steelyard.matching import Matcher
 from steelyard.names import Names, dropped
 from steelyard.parts import PartFinder
@@ -27,8 +29,12 @@ from steelyard.protocols import Config, KernelBackend, LoadFormat, ModelFamily, 
 from steelyard.ranks import Ranks
 from steelyard.registry import Registry, default_registry
 from steelyard.segmenting import Segmenter
+from steelyard.steps import Alias, AliasIfEqual
 from steelyard.target import this_machine
 from steelyard.tasks import PlannedNode
+
+NOT_IN_DIGEST = {"device", "reader", "agreement", "target", "load_format", "tp", "ep", "moe_tp"}
+"""Options that may differ between ranks, or stand in the digest in their decided form."""
 
 
 def plan(
@@ -62,17 +68,40 @@ def plan(
         ConfigError: an option, or a value of the model's config, cannot be met.
     """
     registry = registry if registry is not None else default_registry()
+    return plan_for(path, config, {"tp": tp, "ep": ep, "moe_tp": moe_tp, "target": target}, registry, world=world)
+
+
+def plan_for(
+    path: str | PathLike[str],
+    config: LoadConfig | None,
+    overrides: Mapping[str, Any],
+    registry: Registry,
+    *,
+    world: int | None = None,
+    job: Ranks | None = None,
+    device: str | None = None,
+) -> LoadPlan:
+    """Plan a load for a job that is known, or for the sizes that the options name.
+
+    Args:
+        path: The checkpoint's folder, or a hub id.
+        config: Options.
+        overrides: Options that go before ``config``.
+        registry: Plugins to look in.
+        world: Ranks of the job, if ``job`` is not given.
+        job: The job's sizes.
+        device: The device that the load will use, if it is decided already.
+    Raises:
+        SteelyardError: as `plan` does.
+    """
     checkpoint = Checkpoint.open(path)
     key, family = find_family(checkpoint.config, registry)
-    effective = resolve(
-        config,
-        overrides={"tp": tp, "ep": ep, "moe_tp": moe_tp, "target": target},
-        defaults=family.defaults(checkpoint.config),
-        family=key,
-    )
+    effective = resolve(config, overrides=overrides, defaults=family.defaults(checkpoint.config), family=key)
     options = effective.config
-    job = Ranks.of(tp=options.tp or 1, ep=options.ep or 1, moe_tp=options.moe_tp, world=world)
-    return _plan(checkpoint, key, family, effective, registry, job)
+    if job is None:
+        job = Ranks.of(tp=options.tp or 1, ep=options.ep or 1, moe_tp=options.moe_tp, world=world)
+    here = this_machine(device if device is not None else options.device)
+    return _plan(checkpoint, key, family, effective, registry, job, here)
 
 
 def find_family(config: Config, registry: Registry) -> tuple[str, ModelFamily]:
@@ -83,6 +112,8 @@ def find_family(config: Config, registry: Registry) -> tuple[str, ModelFamily]:
         UnknownPlugin: no installed plugin offers any of the names.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise BadConfig("config.json", f"architectures={architectures!r} is not a list of names")
     keys = [name for name in architectures if isinstance(name, str)]
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type:
@@ -110,7 +141,8 @@ def find_quantization(checkpoint: Checkpoint, registry: Registry) -> tuple[str, 
         return None
     config, source = found
     named = config.get("quant_method")
-    if not named and "quant_algo" in config:
+    inner = config.get("quantization")  # hf_quant_config.json has it one level down
+    if not named and ("quant_algo" in config or (isinstance(inner, Mapping) and "quant_algo" in inner)):
         named = "modelopt"
     if not isinstance(named, str):
         raise BadConfig(source, f"its quantization config names no quant_method; keys: {', '.join(sorted(config))}")
@@ -120,10 +152,15 @@ def find_quantization(checkpoint: Checkpoint, registry: Registry) -> tuple[str, 
 
 
 def _plan(
-    checkpoint: Checkpoint, key: str, family: ModelFamily, effective: Effective, registry: Registry, job: Ranks
+    checkpoint: Checkpoint,
+    key: str,
+    family: ModelFamily,
+    effective: Effective,
+    registry: Registry,
+    job: Ranks,
+    here: str,
 ) -> LoadPlan:
     options, config = effective.config, checkpoint.config
-    here = this_machine(options.device)
     target = options.target or here
     dtype = checkpoint.dtype_hint() if options.dtype == "auto" else CONFIG_DTYPES[options.dtype]
     publishers = _publishers(config, registry)
@@ -134,7 +171,7 @@ def _plan(
     finder = PartFinder(checkpoint, names, quantization[1] if quantization else None, registry, options, matcher)
 
     blueprint = family.blueprint(config)
-    aliased, ties = finder.ties(blueprint.nodes, {tie.target: tie.source for tie in blueprint.ties})
+    aliased, ties = finder.ties(blueprint.nodes, blueprint.ties)
     found = [parts for node in blueprint.nodes if node.stem not in aliased and (parts := finder.find(node))]
     matcher.report_unread_parts()
     backends, unusable = _backends(options, registry)
@@ -142,7 +179,7 @@ def _plan(
     nodes = tuple(PlannedNode(parts.node, segmenter.class_of(parts), parts.units) for parts in found)
     reasons, unexpected = _leftovers(matcher, names.drops(config), strict=options.strict)
 
-    findings = [*matcher.findings, *finder.findings, *unexpected]
+    findings = [*matcher.findings, *finder.findings, *unexpected, *_unlike(ties, blueprint.nodes, job, options)]
     findings += segmenter.findings(Counter(one.cls for one in nodes))
     findings += quantization[1].findings() if quantization else ()
     findings += unusable
@@ -197,6 +234,36 @@ def _backends(options: LoadConfig, registry: Registry) -> tuple[Mapping[str, Ker
     return usable, broken
 
 
+def _unlike(
+    ties: Iterable[Alias | AliasIfEqual], nodes: Iterable[Node], job: Ranks, options: LoadConfig
+) -> list[Finding]:
+    """Return a finding for every tie whose two nodes a rank holds different pieces of."""
+    by_stem = {node.stem: node for node in nodes}
+    findings = []
+    for tie in ties:
+        try:
+            for ranks in job.all():
+                mine, theirs = (
+                    localize(by_stem[stem], ranks, experts=options.experts, vocab_padding=options.vocab_padding)[0]
+                    for stem in (tie.target, tie.source)
+                )
+                pieces = [([part.out for part in one.parts], one.inner, one.padding) for one in (mine, theirs)]
+                if pieces[0] != pieces[1]:
+                    findings.append(
+                        Finding(
+                            "shape", "error", tie.target,
+                            f"{tie.target} is tied to {tie.source}, but rank {ranks.rank} holds [{mine.n}, {mine.k}] of "
+                            f"one and [{theirs.n}, {theirs.k}] of the other",
+                        )  # fmt: skip
+                    )
+                    break
+        except CutError as error:
+            findings.append(Finding("cut", "error", tie.target, f"{tie.target}: {error}"))
+        except ConfigError as error:
+            findings.append(Finding("heads", "error", tie.target, f"{tie.target}: {error}"))
+    return findings
+
+
 def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[str, str], list[Finding]]:
     """Return the tensors that a rule drops, and a finding for each that nothing uses."""
     left = [name for name in matcher.entries if name not in matcher.claims and name not in matcher.blamed]
@@ -248,10 +315,11 @@ def _digest(
     said = {
         "files": checkpoint.identity(),
         "config": checkpoint.config_bytes_hash,
+        "quantization": quantization_config(checkpoint),
         "job": [job.world, job.tp, job.ep, job.moe_tp],
         "target": target,
         "dtype": dtype,
-        "options": effective.config.model_dump(mode="json", exclude={"device", "reader", "agreement", "target", "load_format"}),
+        "options": effective.config.model_dump(mode="json", exclude=NOT_IN_DIGEST),
         "plugins": sorted({(offer.distribution, offer.version) for offer in offers}),
         "choices": choices,
     }

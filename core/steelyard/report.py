@@ -236,7 +236,8 @@ class LoadReport:
         parts += [self._kernels()] if self.kernels else []
         parts += [self._parameters(parameters)] if self.parameters else []
         parts += [self._left_out(parameters)] if self.dropped or self.skipped or self.ties else []
-        parts += [listing("findings", ["code", "what"], [[one.code, one.text] for one in self.findings])]
+        found = [[one.code, one.text] for one in self.findings]
+        parts += [listing("findings", ["code", "what"], found)] if found else []
         options = [[path, str(entry["value"]), str(entry["origin"])] for path, entry in self.options.items()]
         parts += [listing("configuration", ["setting", "value", "origin"], options)]
         return Group(*parts)

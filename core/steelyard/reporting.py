@@ -12,7 +12,7 @@ from steelyard.steps import Alias
 from steelyard.tasks import SegmentTask
 
 
-def report_of(plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, *, reading: float, seconds: float) -> LoadReport:
+def report_of(plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, device: str, *, reading: float, seconds: float) -> LoadReport:
     """Return the report of one rank.
 
     Args:
@@ -20,6 +20,7 @@ def report_of(plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, *,
         executed: What was done.
         bytes_read: What the reader asked of files.
         rank: This rank.
+        device: Where the weights are.
         reading: Seconds from the first read to the last weight in place.
         seconds: Seconds of the whole load.
     """
@@ -32,7 +33,7 @@ def report_of(plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, *,
         checkpoint=str(plan.checkpoint.folder),
         digest=plan.digest,
         target=plan.target,
-        device=plan.effective.config.device or "cpu",
+        device=device,
         dtype=plan.dtype,
         load_format=plan.load_format[0],
         reader=way,

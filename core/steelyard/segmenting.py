@@ -72,7 +72,7 @@ class Segmenter:
         own = None if isinstance(node, AttentionState) else (node.w13.dtype if isinstance(node, Experts) else node.dtype)
         if own is not None:
             return own
-        kept = any(fragment in node.stem.lower() for fragment in self._options.keep_float32)
+        kept = any(fragment.lower() in node.stem.lower() for fragment in self._options.keep_float32)
         return "F32" if kept else self._dtype
 
     def _segments(self, found: NodeParts, cls: NodeClass, dtype: str) -> tuple[Segment, ...]:

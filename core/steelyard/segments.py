@@ -143,7 +143,8 @@ def can_join(units: Sequence[UnitClass], other: UnitClass, locals_: Sequence[Loc
     for mine, theirs in zip(first.tensors, other.tensors, strict=True):
         if mine.tensor != theirs.tensor or mine.target != theirs.target or (mine.fill is None) != (theirs.fill is None):
             return Verdict(False, f"{mine.tensor.name} of {names} is stored in different forms")
-        if mine.dtype != theirs.dtype and mine.tensor.role != "bias" and first.scheme.is_quantized:
+        is_cast = mine.tensor.role == "bias" or (mine.tensor.role == "codes" and not first.scheme.is_quantized)
+        if mine.dtype != theirs.dtype and not is_cast:
             return Verdict(False, f"{mine.tensor.name} of {names} is stored as {mine.dtype} and {theirs.dtype}")
     steps = [steps_of(unit, locals_) for unit in (*units, other)]
     if any(step != steps[0] for step in steps):
@@ -275,12 +276,14 @@ def _padded(shape: list[int], segment: Segment, mine: LocalNode, name: str) -> t
             at = _out_dim(found, mine)
             for dim in found.target:
                 if isinstance(dim, Axis) and dim.of == "out" and at is not None:
-                    shape[at] += dim.stored(mine.padding)
+                    gridded = is_grid(dim, segment.units[-1].scheme.grid())
+                    step = segment.steps.get("out", dim.elements) if gridded else dim.elements
+                    shape[at] = Axis("out", step, dim.indices, dim.short_tail).stored(mine.n)
     return tuple(shape)
 
 
 def _buffer_dtype(segment: Segment, found: Found) -> str:
-    if found.tensor.role == "bias" or not segment.scheme.is_quantized:
+    if found.tensor.role == "bias" or (found.tensor.role == "codes" and not segment.scheme.is_quantized):
         return segment.param_dtype
     return found.dtype
 

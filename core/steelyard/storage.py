@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+
 from steelyard.dtypes import DTYPES
 from steelyard.placement import Cut, Slice
 from steelyard.steps import Region

@@ -45,9 +45,13 @@ def _cuda() -> str | None:
 
 def _rocm(nodes: Path) -> str | None:
     for properties in sorted(nodes.glob("*/properties")):
-        for line in properties.read_text().splitlines():
+        try:
+            lines = properties.read_text().splitlines()
+        except OSError:
+            continue  # a container may not look at a GPU that it was not given
+        for line in lines:
             key, _, value = line.partition(" ")
-            if key == "gfx_target_version" and value.strip() not in ("", "0"):
+            if key == "gfx_target_version" and value.strip().isdecimal() and int(value):
                 return gfx_name(int(value))
     return None
 

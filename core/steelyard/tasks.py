@@ -82,7 +82,8 @@ def task_of(planned: PlannedNode, index: int, on_rank: SegmentOnRank) -> Segment
     reads: list[Read] = []
     fills: list[Fill] = []
     checks: list[Check] = []
-    owners: dict[str, Read] = {}
+    owners: dict[tuple[str, int | None], Read] = {}  # who fills what all parts share
+    filled: set[tuple[str, int | None]] = set()
     for unit_class in segment.units:
         pieces = on_rank.pieces[unit_class.part]
         for expert in _experts(unit_class, on_rank.local):
@@ -93,18 +94,23 @@ def task_of(planned: PlannedNode, index: int, on_rank: SegmentOnRank) -> Segment
                 region = _at(piece, on_rank.local, expert)
                 if region is None:
                     continue
+                shared = (name, expert) if found.tensor.merge == "equal" else None
                 if piece.cut is None or entry is None:
+                    if shared in filled:
+                        continue
+                    if shared is not None:
+                        filled.add(shared)
                     fills.append(Fill(stem, index, name, region, found.fill.value if found.fill else 0.0))
                     continue
                 read = Read(
                     entry.name, entry.file, entry.start, found.dtype, found.shape, piece.cut, found.swap,
                     stem, index, name, region, unit_class.part, expert,
                 )  # fmt: skip
-                owner = owners.get(name)
-                if found.tensor.merge == "equal" and owner is not None and owner.expert == expert:
-                    checks.append(Check(read, found.tensor.checks, equal_to=owner.name))
+                if shared is not None and shared in owners:
+                    checks.append(Check(read, found.tensor.checks, equal_to=owners[shared].name))
                     continue
-                owners[name] = read
+                if shared is not None:
+                    owners[shared] = read
                 reads.append(read)
                 if found.tensor.checks:
                     checks.append(Check(read, found.tensor.checks))
@@ -139,8 +145,7 @@ def _at(piece: Piece, local: LocalNode, expert: int | None) -> Region | None:
 
 
 def _padding(stem: str, index: int, on_rank: SegmentOnRank) -> Iterable[Fill]:
-    rows = on_rank.local.padding
-    if not rows:
+    if not on_rank.local.padding:
         return
     last = list(on_rank.pieces.values())[-1]
     shapes = {buffer.name: buffer.shape for buffer in on_rank.buffers}
@@ -148,7 +153,8 @@ def _padding(stem: str, index: int, on_rank: SegmentOnRank) -> Iterable[Fill]:
         for at, dim in enumerate(piece.found.target):
             if isinstance(dim, Axis) and dim.of == "out":
                 shape = shapes[piece.found.tensor.name]
-                held = dim.stored(rows)
-                region = [(0, size) for size in shape]
-                region[at] = (shape[at] - held, held)
-                yield Fill(stem, index, piece.found.tensor.name, tuple(region), 0.0)
+                filled = sum(piece.region[at])
+                if filled < shape[at]:
+                    region = [(0, size) for size in shape]
+                    region[at] = (filled, shape[at] - filled)
+                    yield Fill(stem, index, piece.found.tensor.name, tuple(region), 0.0)

@@ -132,7 +132,7 @@ def test_a_file_with_one_thing_wrong_is_refused_or_harmless(made, values, place)
 @FUZZ
 @given(made=sound(), changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_never_make_another_error(made, changes, place):
-    """R146, R147: anywhere in the file, its length included."""
+    """R146: anywhere in the file, its length included."""
     header, data = made
     raw = bytearray(header_bytes(dump(header, False)) + data)
     for offset, byte in changes:

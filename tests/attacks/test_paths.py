@@ -115,6 +115,19 @@ def test_a_device_is_not_read(target, tmp_path):
     assert in_time(folder) == f"{folder / 'model.safetensors'}: is a device, not a regular file"
 
 
+def test_a_pipe_and_a_device_are_not_even_opened(tmp_path, monkeypatch):
+    """Opening some devices acts on them."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args: opened.append(path) or real(path, *args))
+    for name in ("pipe", "device"):
+        with pytest.raises(BadHeader):
+            read_header(tmp_path / name)
+    assert opened == []
+
+
 def test_a_folder_named_like_a_file_is_an_error(tmp_path):
     folder = toy_b(tmp_path)
     (folder / "x.safetensors").mkdir()
@@ -332,9 +345,9 @@ def test_a_ref_does_not_leave_the_snapshots(content, tmp_path, monkeypatch):
     """X-22: a ref file is read like any other file that came from elsewhere."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     hub(tmp_path)
-    toy_b(tmp_path / "models--org--evil")
+    toy_b(tmp_path / "evil")
     (tmp_path / "models--org--name" / "refs" / "main").write_text(content)
-    refused("org/name", NoWeights)
+    assert refused("org/name", NoWeights).startswith("org/name: neither a folder ")
 
 
 @pytest.mark.parametrize("path", ["../name", "./org/name", "org/name/more", "~/name", "org/", "org/..", "org"])

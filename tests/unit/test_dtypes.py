@@ -38,13 +38,13 @@ UNKNOWN_TO_TORCH = {"F6_E2M3", "F6_E3M2"}
 
 
 def test_every_code_is_compared():
-    """R153: one table for every reader; a new code needs its torch dtype here, or a reason."""
+    """One table for every reader; a new code needs its torch dtype here, or a reason."""
     assert set(TORCH) | UNKNOWN_TO_TORCH == set(DTYPES)
 
 
 @pytest.mark.parametrize("code", TORCH)
 def test_a_tensor_saved_by_the_package_has_our_code_and_size(code, tmp_path):
-    """R153: F4 is the one whose header counts two elements a stored byte."""
+    """F4 is the one whose header counts two elements a stored byte."""
     stored = torch.zeros(6, 16, dtype=torch.uint8).view(TORCH[code])
     save_file({"a": stored}, tmp_path / "a.safetensors")
     entry = read_header(tmp_path / "a.safetensors").entries["a"]
@@ -67,7 +67,7 @@ def test_the_package_takes_our_size_and_no_other(code):
 
 
 def test_the_package_knows_no_code_that_we_lack():
-    """R153: the package lists its codes when it meets an unknown one."""
+    """The package lists its codes when it meets an unknown one."""
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.deserialize(header_bytes({"a": {"dtype": "NOT", "shape": [], "data_offsets": [0, 0]}}))
     listed = str(caught.value).partition("expected one of ")[2].partition(" at line")[0]

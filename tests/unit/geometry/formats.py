@@ -9,17 +9,19 @@ import numpy as np
 from geometry.bits import E2M1, E2M3, E4M3, bf16, e8m0, pack_nibbles, signed, spread, unpack_nibbles
 from geometry.formats_packed import PACKED
 from geometry.record import Edge, Format, floats, grid_of, per_row
+
 from steelyard.granularity import PerBlock, PerChannel, PerGroup, PerTensor
 from steelyard.layouts import StoredTensor
 from steelyard.placement import Axis, Fixed
 from steelyard.schemes import LayerScheme
 
 FREE = Edge()
+PLAIN = (Axis("out"), Axis("in"))
 SCALAR_DIMS = ((), (Fixed(1),))
 FINITE = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 
 
-def codes_tensor(dtype="F8_E4M3", dims=(Axis("out"), Axis("in")), name=".weight"):
+def codes_tensor(dtype="F8_E4M3", dims=PLAIN, name=".weight"):
     return StoredTensor((name,), (dtype,), (dims,))
 
 

@@ -21,6 +21,7 @@ from geometry.bits import (
     unpack_words,
 )
 from geometry.record import Edge, Format, floats
+
 from steelyard.granularity import PerChannel, PerGroup
 from steelyard.layouts import StoredTensor
 from steelyard.placement import Axis, Fixed, cut, whole

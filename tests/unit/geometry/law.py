@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from geometry.record import Arrays, Format, View
 from geometry.rules import Setup, columns_of, experts_of, positions, rows_of
+
 from steelyard.blueprint import Experts, Linear, Placement
 from steelyard.errors import CutError
 from steelyard.layouts import Layout, Source, with_bias
@@ -154,7 +155,7 @@ def _matched(fmt: Format, setup: Setup, stored: Arrays) -> Mapping[tuple[str, in
     matcher = Matcher(entries, ["made.safetensors"], "made")
     node, index = node_of(setup)
     linear = (node.w13, node.w2)[index] if isinstance(node, Experts) else node
-    units = {}
+    shape, units = shape_of(linear), {}
     for expert in range(setup.experts) if setup.experts and not setup.stacked else (None,):
         for part in setup.parts:
             path = "s" if setup.stacked else f"e{expert or 0}"
@@ -162,7 +163,7 @@ def _matched(fmt: Format, setup: Setup, stored: Arrays) -> Mapping[tuple[str, in
             source = Source(path, order=setup.order, stacked=setup.stacked, transposed=setup.declared_transposed)
             stem = "n" if expert is None else f"n.{expert}"
             unit = matcher.match(
-                linear, shape_of(linear), part.name, fmt.scheme, layouts, (source,), stem=stem,
+                linear, shape, part.name, fmt.scheme, layouts, (source,), stem=stem,
                 experts=setup.experts or None,
             )  # fmt: skip
             if unit is None:
@@ -275,7 +276,6 @@ def filled(world: World, segments: Sequence[Segment], index: int, on_rank: Segme
     units = {(world.linear, part, expert): unit for (part, expert), unit in world.units.items()}
     planned = PlannedNode(world.node, NodeClass(world.node, tuple(segments)), units)
     task = task_of(planned, index, on_rank)
-    assert not task.fills
     buffers = {buffer.name: np.zeros(buffer.shape) for buffer in on_rank.buffers}
     counts = {buffer.name: np.zeros(buffer.shape, np.int64) for buffer in on_rank.buffers}
     for read in task.reads:
@@ -287,6 +287,10 @@ def filled(world: World, segments: Sequence[Segment], index: int, on_rank: Segme
             buffers[read.buffer] = buffers[read.buffer].astype(array.dtype)
         buffers[read.buffer][region] = array.reshape(buffers[read.buffer][region].shape)
         counts[read.buffer][region] += 1
+    for fill in task.fills:
+        region = tuple(slice(start, start + length) for start, length in fill.region)
+        buffers[fill.buffer][region] = fill.value
+        counts[fill.buffer][region] += 1
     wrong = [f"{name} is not filled exactly once" for name, count in counts.items() if not (count == 1).all()]
     for check in task.checks:
         if check.equal_to is not None:

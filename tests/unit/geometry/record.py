@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+
 from steelyard.layouts import Cutter, StoredTensor
 from steelyard.schemes import LayerScheme
 

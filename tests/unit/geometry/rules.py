@@ -5,13 +5,19 @@ Nothing here calls steelyard's cut, ranks or segments; indices are counted one b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from geometry.record import Edge, Format
+
 from steelyard.blueprint import Part, Placement
-from steelyard.placement import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from geometry.record import Edge, Format
+
+    from steelyard.placement import Order
 
 FINEST = 16
 
@@ -43,7 +49,7 @@ class Setup:
     ep: int = 1
     stacked: bool = False
     transposed: bool = False
-    truth: Order | None = field(default=None)
+    truth: Order | None = None
     forgotten: bool = False
 
     @property

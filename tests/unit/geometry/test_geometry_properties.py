@@ -9,6 +9,7 @@ from geometry.law import taken
 from geometry.rules import positions
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from steelyard.blueprint import Part
 from steelyard.errors import ConfigError, CutError
 from steelyard.local import even, padded_rows
@@ -17,6 +18,7 @@ from steelyard.placement import (
     Cut,
     Fixed,
     Order,
+    Regrid,
     Slice,
     Span,
     covering,
@@ -31,6 +33,8 @@ from steelyard.placement import (
 from steelyard.ranks import Ranks, distribute, head_range
 
 STEPS = st.sampled_from([1, 2, 3, 4, 8])
+checked = settings(deadline=None, derandomize=True)
+thorough = settings(checked, max_examples=300)
 
 
 @st.composite
@@ -54,6 +58,7 @@ def orders(draw):
 # --- Axis --------------------------------------------------------------------------------------------------------
 
 
+@checked
 @given(axes(), st.integers(0, 40))
 def test_stored_is_the_least_number_of_indices_that_hold_the_elements(axis, size):
     if size % axis.elements and not axis.short_tail:
@@ -73,6 +78,7 @@ def test_an_axis_of_nothing_is_refused(elements, indices):
 # --- Order -------------------------------------------------------------------------------------------------------
 
 
+@checked
 @given(orders(), st.data())
 def test_an_order_puts_every_row_where_it_lies(order, data):
     """P-12, P-13, R026: exactly the rows of the range, in order; a range that cuts runs is refused."""
@@ -88,6 +94,7 @@ def test_an_order_puts_every_row_where_it_lies(order, data):
     assert order.physical(part, span).indices() == expected.tolist()
 
 
+@checked
 @given(orders())
 def test_the_parts_of_an_order_fill_it_exactly_once(order):
     rows = [at for part, _ in order.runs for at in order.physical(part, whole(order.rows(part))).indices()]
@@ -113,6 +120,7 @@ def periods(axis, span):
     )
 
 
+@checked
 @given(axes("in"), st.integers(1, 40), st.data())
 def test_a_cut_takes_the_indices_of_its_elements_and_no_other(axis, size, data):
     """P-16, P-21: an index is taken if one of its period's elements is wanted; a period is never shared."""
@@ -121,7 +129,11 @@ def test_a_cut_takes_the_indices_of_its_elements_and_no_other(axis, size, data):
     if not periods(axis, span):
         with pytest.raises(CutError) as caught:
             cut((axis,), {"in": span})
-        assert (caught.value.axis, caught.value.range, caught.value.step) == ("in", (span.start, span.stop), axis.elements)
+        assert (caught.value.axis, caught.value.range, caught.value.step) == (
+            "in",
+            (span.start, span.stop),
+            axis.elements,
+        )
         return
     expected = [
         at for at in range(axis.stored(size)) if span.start <= at // axis.indices * axis.elements < span.stop
@@ -131,7 +143,7 @@ def test_a_cut_takes_the_indices_of_its_elements_and_no_other(axis, size, data):
     assert (piece.taken, piece.shape, piece.is_regridded) == ((len(expected),), (len(expected),), False)
 
 
-@settings(max_examples=300)
+@thorough
 @given(orders(), axes(), st.data())
 def test_a_cut_through_an_order_takes_the_indices_of_its_rows_and_no_other(order, axis, data):
     """R026, R028: packed rows of interleaved parts are cut only where both agree."""
@@ -154,7 +166,7 @@ def test_a_cut_through_an_order_takes_the_indices_of_its_rows_and_no_other(order
     ]  # fmt: skip
 
 
-@settings(max_examples=300)
+@thorough
 @given(st.sampled_from([4, 6, 8, 12]), st.integers(1, 60), st.data())
 def test_a_finer_grid_gives_every_element_the_value_it_had(block, size, data):
     """P-16, R040, R044: repeat, skip and keep, against a table of one value an element."""
@@ -183,19 +195,21 @@ def test_a_grid_that_does_not_divide_the_block_is_refused():
 
 
 def test_steps_speak_of_grid_dims_alone():
-    """P-21: the eight codes of a word are no scale grid, and a scale's other dims keep theirs."""
-    dims = (Axis("in", 64), Axis("out", 8))
-    piece = cut(dims, {"in": Span(32, 96, 128), "out": Span(8, 16, 32)}, steps={"in": 32, "out": 4}, grid={"in": 64})
-    assert piece.slices == (Slice(0, 2), Slice(1, 1))
-    assert piece.shape == (2, 1)
-    with pytest.raises(CutError):
-        cut(dims, {"in": Span(0, 64, 128), "out": Span(4, 8, 32)}, steps={"in": 32, "out": 4}, grid={"in": 64})
+    """P-21: the eight codes of a word are no scale grid, also where the scheme has one along the same axis."""
+    dims, grid = (Axis("in", 64), Axis("out", 8)), {"in": 64, "out": 128}
+    spans = {"in": Span(32, 96, 128), "out": Span(8, 16, 32)}
+    piece = cut(dims, spans, steps={"in": 32, "out": 4}, grid=grid)
+    assert piece == Cut((Slice(0, 2), Slice(1, 1)), (Regrid(2, 1, 2), None))
+    with pytest.raises(CutError) as caught:
+        cut(dims, {**spans, "out": Span(4, 8, 32)}, steps={"in": 32, "out": 4}, grid=grid)
+    assert (caught.value.axis, caught.value.range, caught.value.step) == ("out", (4, 8), 8)
 
 
 def test_a_fixed_dim_is_taken_whole():
     assert cut((Fixed(16),), {}) == Cut((Slice(0, 16),), (None,))
 
 
+@checked
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(0, 8), st.integers(1, 3)), min_size=1))
 def test_a_grid_step_is_the_coarsest_divisor_with_an_edge_at_every_boundary(rows):
     """P-16, P-22: by trying every divisor."""
@@ -240,10 +254,10 @@ def implied(shape, slices, level, requests):
     return found
 
 
-@settings(max_examples=500)
+@thorough
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([8, 16, 32]), st.integers(0, 80), st.data())
 def test_the_requests_of_a_covering_hold_what_is_needed(shape, bits, smallest, data):
-    """R079's cost side: the bytes read contain every byte needed, and requests and bytes are those implied."""
+    """The bytes read contain every byte needed, and requests and bytes are those implied."""
     slices = tuple(data.draw(pieces(size)) for size in shape)
     level, requests, held = covering(shape, Cut(slices, (None,) * len(shape)), bits=bits, smallest=smallest)
     extents = implied(shape, slices, level, requests)
@@ -295,6 +309,7 @@ def test_transposing_twice_changes_nothing_and_keeps_what_has_one_axis():
         transpose((Axis("out"), Axis("in", 32), Axis("in", 2)))
 
 
+@checked
 @given(axes("out"), axes("in"), st.integers(1, 40), st.integers(1, 40))
 def test_the_shape_of_whole_spans_is_the_stored_shape(rows, cols, n, k):
     assume((n % rows.elements == 0 or rows.short_tail) and (k % cols.elements == 0 or cols.short_tail))
@@ -304,10 +319,13 @@ def test_the_shape_of_whole_spans_is_the_stored_shape(rows, cols, n, k):
 
 
 def test_a_formula_of_a_shape_reads_like_one():
-    assert describe_dims((Axis("expert"), Axis("out", 8), Axis("in", 32, 3), Fixed(16))) == "[expert, out/8, in*3/32, 16]"
+    assert (
+        describe_dims((Axis("expert"), Axis("out", 8), Axis("in", 32, 3), Fixed(16))) == "[expert, out/8, in*3/32, 16]"
+    )
     assert describe_dims(()) == "[]"
 
 
+@checked
 @given(st.integers(1, 400), st.sampled_from([1, 8, 16, 32, 64]))
 def test_sizes_that_fit_cut_on_edges(size, step):
     """R043."""
@@ -319,9 +337,10 @@ def test_sizes_that_fit_cut_on_edges(size, step):
 # --- ranks -------------------------------------------------------------------------------------------------------
 
 
+@checked
 @given(st.integers(0, 300), st.integers(1, 64))
 def test_things_go_out_exactly_once_and_the_first_ranks_take_more(count, parts):
-    """R034, E-02."""
+    """R034."""
     ranges = [distribute(count, parts, index) for index in range(parts)]
     assert [thing for start, stop in ranges for thing in range(start, stop)] == list(range(count))
     sizes = [stop - start for start, stop in ranges]
@@ -336,6 +355,7 @@ def test_a_part_that_there_is_not_is_refused(index):
         distribute(8, 4, index)
 
 
+@checked
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]))
 def test_every_local_query_finds_its_key_value_head(pairs, group, tp):
     """P-08, P-10, P-11."""
@@ -347,9 +367,10 @@ def test_every_local_query_finds_its_key_value_head(pairs, group, tp):
         assert {q // group for q in range(first_q, stop_q)} == set(range(first, stop))
 
 
+@checked
 @given(st.integers(1, 100), st.sampled_from([1, 2, 3, 4, 8]))
 def test_equal_shares_lie_side_by_side(size, parts):
-    """P-01..P-04."""
+    """P-01, P-02, P-03, P-04."""
     if size % parts:
         with pytest.raises(CutError) as caught:
             even("in", size, parts, 0)
@@ -359,6 +380,7 @@ def test_equal_shares_lie_side_by_side(size, parts):
     assert [at for span in spans_ for at in range(span.start, span.stop)] == list(range(size))
 
 
+@checked
 @given(st.integers(1, 100), st.sampled_from([1, 2, 3, 4, 8]))
 def test_a_padded_vocabulary_is_held_once_in_equal_pieces(vocabulary, tp):
     """P-04, R036."""
@@ -379,7 +401,9 @@ def test_a_vocabulary_that_does_not_divide_can_be_refused():
         pytest.param({"world": 0}, "world=0", id="empty-world"),
         pytest.param({"world": 2, "rank": 2}, "rank=2 is outside", id="rank-outside"),
         pytest.param({"world": 3, "tp": 2}, "not a multiple of tp=2", id="tp-does-not-divide"),
-        pytest.param({"world": 4, "tp": 2, "ep": 3, "moe_tp": 2}, "ep=3 x moe_tp=2", id="experts-do-not-fill-the-world"),
+        pytest.param(
+            {"world": 4, "tp": 2, "ep": 3, "moe_tp": 2}, "ep=3 x moe_tp=2", id="experts-do-not-fill-the-world"
+        ),
     ],
 )
 def test_ranks_that_do_not_multiply_are_refused(sizes, text):
@@ -388,9 +412,10 @@ def test_ranks_that_do_not_multiply_are_refused(sizes, text):
         Ranks(**sizes)
 
 
+@checked
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
 def test_every_rank_has_one_place_among_experts_and_inside_them(tp, ep, moe_tp):
-    """R073: world 4 as tp 2, ep 2 x moe_tp 2 is one of them."""
+    """World 4 as tp 2, ep 2 x moe_tp 2 is one of them."""
     world = ep * moe_tp
     assume(world % tp == 0)
     ranks = list(Ranks(world=world, tp=tp, ep=ep, moe_tp=moe_tp).all())

@@ -1,13 +1,14 @@
 """Every format, both axes, 1 to 4 ranks, parts stored apart or together: cut then decode equals decode then cut.
 
 Where a boundary cannot be met, the refusal is predicted from the published slice table by arithmetic, and its axis,
-range and step are compared. Covers P-04, P-08, P-11..P-13, P-16..P-22, E-11, R014, R025, R026, R028, R042, R079.
+range and step are compared.
 """
 
 import pytest
 from geometry.formats import FORMATS
 from geometry.law import broken, localized, world_of
 from geometry.rules import Setup, grid_of_part, heads_fit, joins, refusals
+
 from steelyard.blueprint import Part, Placement
 from steelyard.errors import ConfigError, CutError
 from steelyard.placement import Order
@@ -81,6 +82,7 @@ CASES = list(cases())
 
 @pytest.mark.parametrize(("fmt", "setup"), CASES)
 def test_cut_then_decode_equals_decode_then_cut_or_is_refused_by_name(fmt, setup):
+    """P-04, P-08, P-11, P-12, P-13, P-16, P-17, P-18, P-19, P-20, P-21, P-22, R014, R025, R026, R028, R079, R082, R084."""
     reasons = refusals(fmt, setup)
     if not heads_fit(setup):
         with pytest.raises(ConfigError, match=f"tp={setup.tp}"):

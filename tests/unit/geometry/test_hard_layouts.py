@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from geometry.formats import FORMATS
-from geometry.law import broken, localized, pieces_of, refusal, segments_of, world_of
+from geometry.law import broken, filled, localized, pieces_of, refusal, segments_of, world_of
 from geometry.rules import Setup, grid_of_part, refusals
+
 from steelyard.blueprint import Embedding, Linear, Part, Placement
 from steelyard.local import localize
 from steelyard.placement import Axis, Cut, Order, Regrid, Slice, cut
@@ -112,6 +113,17 @@ def test_experts_in_files_of_their_own_are_stacked_per_rank(name, ep, tp):
     assert broken(FORMATS[name], Setup((Part("", 64),), 256, ROWWISE, tp, experts=3, ep=ep)) == []
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["one-by-one", "stacked"])
+def test_a_rank_without_experts_holds_empty_buffers(stacked):
+    """R034: 2 experts on 3 ranks."""
+    parts = gate_up(32)
+    setup = Setup(parts, 64, COLWISE, 1, side_by_side(parts) if stacked else None, 2, 3, stacked=stacked)
+    assert broken(FORMATS["nvfp4"], setup) == []
+    world = world_of(FORMATS["nvfp4"], setup)
+    on_rank = segments_of(world, setup)[0].on(localized(setup)[2])
+    assert {buffer.shape[0] for buffer in on_rank.buffers} == {0}
+
+
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +133,9 @@ def mla(nope, value, heads, k, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", ["bf16", "fp8-channel[N,1]", "fp8-block64-2d", "fp8-block128-2d", "ct-pack4-group64-zeros"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8-channel[N,1]", "fp8-block64-2d", "fp8-block128-2d", "ct-pack4-group64-zeros"]
+)
 def test_latent_attention_rows_are_cut_per_head(name, tp):
     """P-12, R026: kv_b_proj is (k_nope 128 | v 128) a head, block scales of 128 along."""
     assert broken(FORMATS[name], mla(128, 128, 4, 128, tp)) == []
@@ -174,6 +188,15 @@ def test_576_wide_heads_stay_apart_or_share_a_grid_of_64(tp, fused, expected):
     assert joined(setup, "fp8-block128-2d") == expected
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["bf16", "fp8-block64-2d", "fp8-channel[N]"])
+def test_a_dense_matrix_stored_transposed_is_cut_like_any_other(name, tp):
+    """E-10: (in, out) as of a convolution with one tap; N == K here, so only the declaration tells."""
+    square = Setup((Part("", 256),), 256, COLWISE, tp, transposed=True)
+    assert broken(FORMATS[name], square) == []
+    assert broken(FORMATS[name], replace(square, placement=ROWWISE)) == []
+
+
 # --- blocks ------------------------------------------------------------------------------------------------------
 
 
@@ -204,8 +227,8 @@ def test_a_strict_grid_is_no_error_where_the_stored_one_fits():
     assert strict(unit, locals_, steps_of(unit, locals_)) is None
 
 
-def test_288_of_576_rows_are_refused_with_the_sizes_that_fit_or_refined():
-    """R043: 576 rows over 2 ranks need a grid of 32; over 64 ranks one of 1, and the sizes that do fit are named."""
+def test_288_of_576_rows_are_refined_and_72_are_refused():
+    """R043: 576 rows over 2 ranks need a grid of 32; over 8 ranks one of 8, which is refused."""
     one = Setup((Part("", 576),), 128, COLWISE, 2)
     assert grid_of_part(FORMATS["fp8-block128-2d"], one, one.parts[0]) == {"out": 32}
     assert broken(FORMATS["fp8-block128-2d"], one) == []
@@ -218,7 +241,7 @@ def test_288_of_576_rows_are_refused_with_the_sizes_that_fit_or_refined():
 @pytest.mark.parametrize("vocabulary", [64, 70], ids=["divides", "padded"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_tied_head_is_cut_like_its_embedding(vocabulary, tp):
-    """R060: both are (vocabulary, hidden), so one piece serves both; rows past the vocabulary are padding."""
+    """Both are (vocabulary, hidden), so one piece serves both; rows past the vocabulary are padding."""
     dims = (Axis("out"), Axis("in"))
     embedding = Embedding("embed", vocabulary, 16, COLWISE)
     head = Linear("lm_head", 16, (Part("", vocabulary, padded=True),), COLWISE)
@@ -228,6 +251,39 @@ def test_a_tied_head_is_cut_like_its_embedding(vocabulary, tp):
         (one,), (other,) = localize(embedding, ranks), localize(head, ranks)
         pieces = [cut(dims, local.spans(local.parts[0])) for local in (one, other)]
         assert pieces[0] == pieces[1]
-        assert (one.n, one.k, one.padding) == (other.n, other.k, other.padding) == (-(-vocabulary // tp), 16, one.padding)
+        assert (
+            (one.n, one.k, one.padding) == (other.n, other.k, other.padding) == (-(-vocabulary // tp), 16, one.padding)
+        )
         held += table[pieces[0].slices[0].indices()].tolist()
     assert held == table.tolist()
+
+
+def vocabulary(rows, tp):
+    return Setup((Part("", rows, padded=True),), 64, COLWISE, tp)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-channel[N]", "fp8-channel[N,1]", "mxfp8"])
+@pytest.mark.parametrize(("rows", "tp", "share"), [(70, 4, 18), (97, 2, 49)], ids=lambda size: str(size))
+def test_rows_past_the_vocabulary_are_filled_with_zeros_once(name, rows, tp, share):
+    """P-04, R036: 70 rows over 4 ranks are 18 each, the last 2 of them zeros, scales and bias alike."""
+    setup = vocabulary(rows, tp)
+    world = world_of(FORMATS[name], setup)
+    segments = segments_of(world, setup)
+    held = [filled(world, segments, 0, segments[0].on(local)) for local in localized(setup)]
+    assert all(wrong == [] for _, wrong in held)
+    for tensor in held[0][0]:
+        whole_tensor = world.stored[f"e0.{tensor}"]
+        joined_up = np.concatenate([buffers[tensor] for buffers, _ in held])
+        assert [buffers[tensor].shape[0] for buffers, _ in held] == [share] * tp
+        assert np.array_equal(joined_up[:rows].reshape(whole_tensor.shape), whole_tensor)
+        assert not joined_up[rows:].any()
+
+
+def test_padded_rows_share_the_scale_block_that_they_lie_in():
+    """R036: 95 rows in blocks of 64 over 2 ranks are 48 each on a grid of 16, so 3 scale rows each."""
+    setup = vocabulary(95, 2)
+    world = world_of(FORMATS["fp8-block64-2d"], setup)
+    (segment,) = segments_of(world, setup)
+    held = [filled(world, [segment], 0, segment.on(local)) for local in localized(setup)]
+    assert [wrong for _, wrong in held] == [[], []]
+    assert [buffers["weight_scale_inv"].shape for buffers, _ in held] == [(3, 1), (3, 1)]

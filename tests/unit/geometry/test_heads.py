@@ -7,7 +7,8 @@ import pytest
 from geometry.formats import FORMATS
 from geometry.law import all_ranks, broken, localized, pieces_of, world_of
 from geometry.rules import Setup
-from steelyard.blueprint import AttentionState, Linear, Part, Placement
+
+from steelyard.blueprint import AttentionState, Experts, Linear, Part, Placement
 from steelyard.errors import ConfigError
 from steelyard.local import localize
 from steelyard.placement import Order
@@ -35,6 +36,8 @@ REFUSED = {
     "12-6-tp4": (12, 6, 4),
     "12-4-tp6": (12, 4, 6),
     "40-8-tp5": (40, 8, 5),
+    "6-4-tp2-although-both-divide": (6, 4, 2),
+    "8-3-tp1": (8, 3, 1),
 }
 SMALL = {name: row for name, row in ACCEPTED.items() if row[0] <= 12}
 
@@ -181,6 +184,16 @@ def test_pairs_without_their_queries_are_refused():
     node = Linear("n", 8, (Part("k", 32, heads=2, kv=True),), Placement.COLWISE)
     with pytest.raises(ConfigError, match="without their query heads"):
         localize(node, Ranks.of(tp=2))
+
+
+def test_experts_that_must_be_even_are_refused_with_both_numbers():
+    """E-02: 8 experts on 4 ranks, and 10 where only even shares are allowed."""
+    down = Linear("down", 8, (Part("", 8),), Placement.REPLICATED)
+    eight, ten = (Experts("experts", count, down, down) for count in (8, 10))
+    ranks = Ranks.of(ep=4, rank=1)
+    assert [(one.experts.start, one.experts.stop) for one in localize(eight, ranks, experts="even")] == [(2, 4)] * 2
+    with pytest.raises(ConfigError, match="10 experts do not divide by ep 4"):
+        localize(ten, ranks, experts="even")
 
 
 @pytest.mark.parametrize(

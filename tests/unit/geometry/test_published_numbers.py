@@ -7,6 +7,7 @@ from geometry.formats import FORMATS
 from geometry.formats_packed import awq, gptq
 from geometry.law import broken, filled, localized, pieces_of, refusal, segments_of, taken, world_of
 from geometry.rules import Setup
+
 from steelyard.blueprint import Part, Placement
 from steelyard.errors import CutError
 from steelyard.local import even
@@ -68,7 +69,7 @@ def test_the_ranks_together_hold_everything(placement, fused, tp):
         pieces = [pieces_of(world.unit(part.name), local, _of(local, part), {}) for local in localized(setup)]
         name = "e0.weight" if fused else f"e0{part.name}.weight"
         arrays = [taken(world.stored[name], piece["weight"]) for piece in pieces]
-        whole = world.stored[name][: 24] if part.name == "gate" else world.stored[name][-40:]
+        whole = world.stored[name][:24] if part.name == "gate" else world.stored[name][-40:]
         assert np.array_equal(np.concatenate(arrays, 0 if placement is COLWISE else 1), whole)
 
 
@@ -218,7 +219,9 @@ def test_columns_on_both_sides_of_a_boundary_use_the_shared_block():
     """R044: 384 columns on two ranks, column scales 1, 2, 4."""
     setup = one(256, 384, ROWWISE, 2)
     scale = np.array([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])
-    held = [np.repeat(rank["weight_scale_inv"][0], 64) for rank in buffers(BLOCK, setup, {"e0.weight_scale_inv": scale})]
+    held = [
+        np.repeat(rank["weight_scale_inv"][0], 64) for rank in buffers(BLOCK, setup, {"e0.weight_scale_inv": scale})
+    ]
     assert held[0].tolist() == [1.0] * 128 + [2.0] * 64
     assert held[1].tolist() == [2.0] * 64 + [4.0] * 128
     assert strict_error(BLOCK, setup) == ("in", (0, 192), 128)

@@ -9,6 +9,7 @@ import pytest
 from geometry.formats import FORMATS
 from geometry.law import Unmatched, broken
 from geometry.rules import Setup
+
 from steelyard.blueprint import Part, Placement
 from steelyard.errors import CutError
 from steelyard.placement import Axis, Fixed, Order

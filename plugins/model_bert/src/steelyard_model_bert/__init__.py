@@ -1,0 +1,1 @@
+"""BERT, RoBERTa and XLM-RoBERTa encoders for steelyard."""
