@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from tokenizers import Tokenizer
+
 from steelyard import ops
 from steelyard.errors import CheckpointError, ConfigError
 from steelyard.loader import LoadedModel
 from steelyard.sentences import PoolingMode, SentenceSettings
-from tokenizers import Tokenizer
 
 POOLING: Mapping[PoolingMode, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": ops.mean_pool,
@@ -58,9 +59,13 @@ class SentenceEncoder:
 
         Texts of like length are computed together, so that little is padded.
 
+        Raises:
+            ConfigError: one text is given, not a list of texts.
         Shapes:
-            (texts, dim), float32, on the CPU
+            (texts, dim), float32, on the CPU; (0, 0) for no text
         """
+        if isinstance(texts, str):
+            raise ConfigError("encode takes a list of texts; put the one text into a list")
         cased = [text.lower() if self.settings.lower else text for text in texts]
         order = sorted(range(len(cased)), key=lambda index: len(cased[index]))
         rows: dict[int, torch.Tensor] = {}
@@ -86,7 +91,7 @@ def read_tokenizer(folder: Path, max_tokens: int, pad_id: int) -> Tokenizer:
     A ``tokenizer.json`` often has the truncation and padding of its last use baked in; both are replaced.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or special tokens alone reach ``max_tokens``.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -97,6 +102,11 @@ def read_tokenizer(folder: Path, max_tokens: int, pad_id: int) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the package raises bare Exception for every unreadable file
         raise CheckpointError(f"{file}: {error}") from error
+    special = tokenizer.num_special_tokens_to_add(is_pair=False)
+    if max_tokens <= special:
+        raise CheckpointError(
+            f"{folder}: a limit of {max_tokens} tokens leaves no room beside {special} special tokens"
+        )
     baked = tokenizer.padding or {}
     tokenizer.enable_truncation(max_tokens)
     tokenizer.enable_padding(

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import nn
+
 from steelyard.agree import Agreement, Verdict
-from steelyard.collectives import current_ranks, tensor_parallel_group
+from steelyard.collectives import Group, current_ranks, is_initialized, tensor_parallel_group
 from steelyard.config import LoadConfig, resolve
 from steelyard.errors import CapabilityError, ConfigError, LoadError
 from steelyard.execute import Executed, Executor
@@ -23,7 +25,6 @@ from steelyard.registry import Registry, default_registry
 from steelyard.report import LoadReport
 from steelyard.reporting import report_of
 from steelyard.target import CPU, this_machine
-from torch import nn
 
 _log = logging.getLogger(__name__)
 
@@ -74,19 +75,38 @@ def load(
     registry = registry if registry is not None else default_registry()
     overrides = {"device": device, "dtype": dtype, "tp": tp, "ep": ep, "moe_tp": moe_tp}
     asked = resolve(config, overrides=overrides).config
-    ranks = current_ranks(tp=asked.tp, ep=asked.ep, moe_tp=asked.moe_tp)
-    place = device_of(asked.device)
-    with Agreement.open(ranks, bound=asked.agreement.timeout) as agreement:
+    ranks = job_of(asked)
+    times = asked.agreement
+    with Agreement.open(ranks, bound=times.timeout, heartbeat=times.heartbeat) as agreement:
+        place = device_of(asked.device)
         made = plan_for(path, config, overrides, registry, job=ranks, device=str(place)).check()
         _agree(made, str(place), agreement)
+        group = tensor_parallel_group(ranks)  # a collective: it stands where every rank is known to be well
         reading = time.perf_counter()
-        model, executed, read = _execute(made, ranks, place, agreement)
+        model, executed, read = _execute(made, group, ranks.rank, place, agreement)
         reading = time.perf_counter() - reading
         agreement.settle("loaded", Verdict())
     seconds = time.perf_counter() - started
     report = report_of(made, executed, read, ranks.rank, str(place), reading=reading, seconds=seconds)
     _log.info("%s", report.summary())
     return LoadedModel(model, report, made)
+
+
+def job_of(options: LoadConfig) -> Ranks:
+    """Return this process's place in the job.
+
+    Raises:
+        ConfigError: the sizes do not fit the job, or this is one of several processes that torchrun started and
+            torch.distributed is not initialised, so that each would load the whole model unasked.
+    """
+    ranks = current_ranks(tp=options.tp, ep=options.ep, moe_tp=options.moe_tp)
+    started = os.environ.get("WORLD_SIZE", "1")
+    if ranks.world == 1 and options.tp is None and started not in ("", "1") and not is_initialized():
+        raise ConfigError(
+            f"WORLD_SIZE={started}, but torch.distributed is not initialised in this process; call "
+            "torch.distributed.init_process_group before the load, or say tp=1 to load the whole model in each process"
+        )
+    return ranks
 
 
 def device_of(device: str | None) -> torch.device:
@@ -103,11 +123,15 @@ def device_of(device: str | None) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: {error}") from error
-    if found.type != "cuda":
+    if found.type == CPU:
         return found
+    if found.type != "cuda":
+        raise ConfigError(f"device={device!r}: weights go to cpu or cuda")
     if not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: torch finds no accelerator here; use device='cpu'")
     index = found.index if found.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: index {index} of {torch.cuda.device_count()} accelerators here")
     return torch.device("cuda", index)
 
 
@@ -125,15 +149,17 @@ def _agree(made: LoadPlan, device: str, agreement: Agreement) -> None:
 
 
 def _execute(
-    made: LoadPlan, ranks: Ranks, device: torch.device, agreement: Agreement
+    made: LoadPlan, group: Group, rank: int, device: torch.device, agreement: Agreement
 ) -> tuple[nn.Module, Executed, int]:
     way, _ = made.reader
     with made.load_format[1].open(made.checkpoint, way) as reader:
-        executor = Executor(made, ranks.rank, device, reader, tensor_parallel_group(ranks), agreement.poll)
+        executor = Executor(made, rank, device, reader, group, agreement.poll)
         executed = executor.run()
         read = reader.bytes_read
     built = Built(executed.built)
     module = made.family.module(made.config, built)
+    if not isinstance(module, nn.Module):
+        raise LoadError(f"{made.family_key}: the family's model is a {type(module).__name__}, not an nn.Module")
     built.check()
     return module.eval(), executed, read
 

@@ -17,9 +17,9 @@ from steelyard.config import Effective
 from steelyard.discovery import Offer
 from steelyard.dtypes import DTYPES, nbytes
 from steelyard.errors import PlanError
+from steelyard.extents import covering
 from steelyard.findings import Finding, errors_of
 from steelyard.local import LocalNode, localize
-from steelyard.placement import covering
 from steelyard.plan_table import kernel_records, plan_json, render_plan
 from steelyard.protocols import Config, KernelBackend, LoadFormat, ModelFamily, QuantMethod
 from steelyard.ranks import Ranks
@@ -225,7 +225,7 @@ class LoadPlan:
                 for piece in (piece for pieces in on_rank.pieces.values() for piece in pieces):
                     copies = times * repeats(piece, on_rank.local)
                     asked, wanted, covered = _cost(piece)
-                    reads += copies * (asked > 0)
+                    reads += copies * (piece.cut is not None)
                     requests += copies * asked
                     needed += copies * wanted
                     read += copies * covered

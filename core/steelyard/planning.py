@@ -19,7 +19,7 @@ from steelyard.discovery import Offer
 from steelyard.dtypes import CONFIG_DTYPES
 from steelyard.errors import BadConfig, CapabilityError, ConfigError, CutError, UnknownPlugin
 from steelyard.findings import Finding, Severity
-from steelyard.kinds import BY_NOUN, KindName
+from steelyard.kinds import KindName
 from steelyard.loadplan import LoadPlan
 from steelyard.local import localize
 from steelyard.matching import Matcher
@@ -94,6 +94,8 @@ def plan_for(
     Raises:
         SteelyardError: as `plan` does.
     """
+    asked = resolve(config, overrides=overrides).config
+    registry = registry.under(prefer=asked.prefer, strict_plugins=asked.strict_plugins)
     checkpoint = Checkpoint.open(path)
     key, family = find_family(checkpoint.config, registry)
     effective = resolve(config, overrides=overrides, defaults=family.defaults(checkpoint.config), family=key)
@@ -121,12 +123,15 @@ def find_family(config: Config, registry: Registry) -> tuple[str, ModelFamily]:
     if not keys:
         raise BadConfig("config.json", "names no architecture: it has neither 'architectures' nor 'model_type'")
     models = registry["model"]
+    unknown: list[UnknownPlugin] = []
     for key in keys:
-        if key in models:
+        try:
             return key, models[key]()
-    known = BY_NOUN["model"].known
-    hint = next((known[key] for key in keys if key in known), None)
-    raise UnknownPlugin("model", keys[0], models.list_keys(), hint)
+        except UnknownPlugin as error:
+            unknown.append(error)
+    hint = next((error.hint for error in unknown if error.hint), None)
+    blocked = dict.fromkeys(name for error in unknown for name in error.blocked)
+    raise UnknownPlugin("model", keys[0], models.list_keys(), hint, broken=unknown[0].broken, blocked=tuple(blocked))
 
 
 def find_quantization(checkpoint: Checkpoint, registry: Registry) -> tuple[str, QuantConfig] | None:

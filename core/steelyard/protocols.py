@@ -7,7 +7,8 @@ called only when tensors exist. Classes are made without arguments, once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from steelyard.blueprint import Blueprint, Node
 from steelyard.findings import Finding
@@ -17,9 +18,10 @@ from steelyard.schemes import Accept, Footprint, Form, LayerScheme, Verdict
 from steelyard.steps import Read
 
 if TYPE_CHECKING:
+    from torch import Tensor, dtype, nn
+
     from steelyard.checkpoint import Checkpoint
     from steelyard.headers import TensorEntry
-    from torch import Tensor, dtype, nn
 
 Config = Mapping[str, Any]
 """A parsed ``config.json``."""
@@ -241,8 +243,10 @@ class Reader(Protocol):
         """
         ...
 
-    def __enter__(self) -> Reader: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
 
 class TuningProvider(Protocol):

@@ -1,7 +1,7 @@
 """Readers of safetensors: a rank's pieces out of mapped files, or by plain reads.
 
 Both hand out the piece that a cut takes, as stored. A mapped file gives views, so only the pages touched are read; a
-plain read asks for the extents that `placement.covering` plans.
+plain read asks for the extents that `extents.covering` plans.
 
 A mapped file that another process truncates kills this one (SIGBUS); where files may change, choose ``"pread"``.
 """
@@ -19,9 +19,10 @@ import torch
 from steelyard.checkpoint import Checkpoint
 from steelyard.dtypes import DTYPES
 from steelyard.errors import ConfigError, LoadError
+from steelyard.extents import covering
 from steelyard.headers import Stamp, explain
 from steelyard.loadplan import SMALLEST_REQUEST
-from steelyard.placement import Slice, covering
+from steelyard.placement import Slice
 from steelyard.steps import Read
 from steelyard.storage import TORCH_DTYPES, WORDS, cut_in_memory, in_memory, itemsize, take
 

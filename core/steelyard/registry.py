@@ -111,6 +111,19 @@ class Registry:
         """Build a registry of what is installed; for the arguments see `Catalog.from_environment` and `Registry`."""
         return cls(Catalog.from_environment(path=path, block=block), prefer=prefer, strict_plugins=strict_plugins)
 
+    def under(self, *, prefer: Mapping[str, Mapping[str, str]], strict_plugins: bool) -> Registry:
+        """Return the registry with further options; what is resolved already is shared, not imported again."""
+        if not prefer and strict_plugins <= self._strict:
+            return self
+        merged = {noun: {**self._prefer.get(noun, {}), **prefer.get(noun, {})} for noun in {*self._prefer, *prefer}}
+        other = Registry(self.catalog, prefer=merged, strict_plugins=strict_plugins or self._strict)
+        with self._lock:
+            for noun, added in self._added.items():
+                other._added[noun].update(added)
+            other._classes.update(self._classes)
+            other._introduced.update(self._introduced)
+        return other
+
     def __getitem__(self, noun: KindName) -> KindRegistry:
         return self._kinds[noun]
 

@@ -8,7 +8,9 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,6 +27,7 @@ _MODES: dict[str, PoolingMode] = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
     "pooling_mode_lasttoken": "last",
 }
+_CHAIN = ["Transformer", "Pooling", "Normalize"]
 _LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 
 
@@ -49,7 +52,7 @@ class SentenceSettings:
     source: str = "no modules.json: mean of the tokens, not normalised"
 
 
-def sentence_settings(path: str) -> SentenceSettings:
+def sentence_settings(path: str | PathLike[str]) -> SentenceSettings:
     """Read the settings of a folder; a plain encoder's checkpoint gets the mean of its tokens.
 
     Args:
@@ -66,30 +69,37 @@ def sentence_settings(path: str) -> SentenceSettings:
     modules = read_json(modules_file).content
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise BadConfig(str(modules_file), "is not a list of modules")
-    folder, normalize = root, False
-    pooling: tuple[PoolingMode, ...] = ("mean",)
-    for module in modules:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        where = _inside(root, module.get("path", ""), modules_file)
-        if kind == "Transformer":
-            folder = where
-        elif kind == "Pooling":
-            pooling = _pooling(where / "config.json")
-        elif kind == "Normalize":
-            normalize = True
-        else:
-            raise BadConfig(
-                str(modules_file),
-                f"names the module {kind or module!r}; this version computes Transformer, Pooling and Normalize",
-            )
+    kinds = [_kind(module, modules_file) for module in modules]
+    if kinds not in (_CHAIN, _CHAIN[:-1]):
+        listed = ", ".join(kinds) or "no module"
+        raise BadConfig(
+            str(modules_file),
+            f"lists {listed}; this version computes {', '.join(_CHAIN[:-1])} and perhaps {_CHAIN[-1]}",
+        )
+    folder, pooling = (_inside(root, module.get("path", ""), modules_file) for module in modules[:2])
     tokens, lower = _length(folder)
-    return SentenceSettings(folder, pooling, normalize, tokens, lower, "modules.json")
+    modes = _pooling(pooling / "config.json")
+    return SentenceSettings(folder, modes, kinds == _CHAIN, tokens, lower, "modules.json")
 
 
-def _inside(root: Path, path: Any, where: Path) -> Path:
-    if not isinstance(path, str) or path.startswith(("/", "\\")) or ".." in path.replace("\\", "/").split("/"):
-        raise BadConfig(str(where), f"names the folder {path!r}, which does not lie in the checkpoint")
-    return root / path
+def _kind(module: Mapping[str, Any], where: Path) -> str:
+    """Return the class of a module of sentence-transformers; raise BadConfig if it is somebody else's."""
+    kind = str(module.get("type", ""))
+    package, _, name = kind.rpartition(".")
+    if package.partition(".")[0] != "sentence_transformers" or name not in _CHAIN:
+        raise BadConfig(
+            str(where),
+            f"names the module {kind!r}; this version computes those of sentence_transformers called {', '.join(_CHAIN)}",
+        )
+    return name
+
+
+def _inside(root: Path, path: object, where: Path) -> Path:
+    if isinstance(path, str) and "\0" not in path:
+        steps = path.replace("\\", "/").split("/")
+        if ".." not in steps and (path == "" or steps[0]):
+            return root / path
+    raise BadConfig(str(where), f"names the folder {path!r}, which does not lie in the checkpoint")
 
 
 def _pooling(file: Path) -> tuple[PoolingMode, ...]:
@@ -99,7 +109,9 @@ def _pooling(file: Path) -> tuple[PoolingMode, ...]:
     on = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     unknown = [key for key in on if key not in _MODES]
     if unknown:
-        raise BadConfig(str(file), f"asks for {', '.join(unknown)}; this version pools by {', '.join(get_args(PoolingMode))}")
+        raise BadConfig(
+            str(file), f"asks for {', '.join(unknown)}; this version pools by {', '.join(get_args(PoolingMode))}"
+        )
     modes = tuple(mode for key, mode in _MODES.items() if key in on)
     if not modes:
         raise BadConfig(str(file), "turns no pooling mode on")

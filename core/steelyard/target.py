@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CPU = "cpu"
-_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def this_machine(device: str | None = None) -> str:
@@ -25,7 +25,7 @@ def this_machine(device: str | None = None) -> str:
         return CPU
     if find_spec("torch") is None:
         return CPU
-    return _cuda() or _rocm(_KFD_NODES) or CPU
+    return _cuda() or _rocm(KFD_NODES) or CPU
 
 
 def _cuda() -> str | None:

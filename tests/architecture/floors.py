@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...] | str, ...] = (
     ("errors",),
     ("closed", "flags", "granularity", "headers", "ranks", "sizes", "target"),
     ("placement", "checkpoint"),
-    ("blueprint", "schemes", "discovery", "sentences"),
+    ("blueprint", "extents", "schemes", "discovery", "sentences"),
     ("config", "layouts", "local", "report"),
     ("steps",),
     ("protocols",),

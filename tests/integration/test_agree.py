@@ -63,7 +63,7 @@ def test_gathered_verdicts_may_differ_and_come_in_rank_order(rank_pool):
 def test_a_rank_that_makes_progress_may_take_longer_than_the_bound(rank_pool):
     """O-03: only silence counts, not how long a rank reads."""
     seconds = rank_pool.values(f"{HERE}:slow", 2, (1, 2.0), timeout=LIMIT)
-    assert min(seconds) > 3
+    assert min(seconds) > 2.5
 
 
 def test_polling_costs_next_to_nothing(rank_pool):
@@ -164,16 +164,17 @@ def test_the_loss_of_the_stores_host_is_the_loss_of_rank_0(rank_pool, where):
 def test_a_stopped_rank_is_named_within_the_bound(rank_pool, who):
     """O-03: a machine that hangs closes no connection; the store's host included."""
     bound = 2.0
-    outcomes = rank_pool.run(f"{HERE}:stops", 2, (who, 3.0, bound), timeout=LIMIT)
+    outcomes = rank_pool.run(f"{HERE}:stops", 2, (who, 2.5, bound), timeout=LIMIT)
     text, seconds = outcomes[1 - who].value
     assert text.startswith(f"rank {who}: ")
     assert KILLED in text
     assert seconds < 0.5 + bound
 
 
-def test_a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_woken(rank_pool):
+@pytest.mark.parametrize("when", ["reading", "waiting"])
+def test_a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_woken(rank_pool, when):
     """A rank that did not watch for a while does not take the others for dead."""
-    assert min(rank_pool.values(f"{HERE}:all_stop", 3, (3.0, 2.0), timeout=LIMIT)) > 3
+    assert min(rank_pool.values(f"{HERE}:all_stop_{when}", 3, (2.0, 2.0), timeout=LIMIT)) > 2
 
 
 @pytest.mark.parametrize("who", [0, 1])

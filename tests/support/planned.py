@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from steelyard.builtin.reference import TorchReference
 from steelyard.config import LoadConfig
 from steelyard.discovery import Catalog
 from steelyard.dtypes import nbytes
 from steelyard.planning import plan
-from steelyard.plugin import Blueprint, Source
+from steelyard.plugin import Blueprint, Source, Verdict
 from steelyard.registry import Registry
 from support.checkpoints import BLOCK, TOY_D_CONFIG, header_bytes, write_config
 from support.families import ToyDense, ToyMoe, ToyMoeInFirst, ToyVision
@@ -38,6 +39,19 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True
 TARGET = "sm_90"
 
 
+class Reference(TorchReference):
+    """Core's reference as it is where torch is installed: a plan must not depend on that."""
+
+    def installed(self):
+        return Verdict(True)
+
+
+def core_offers(*, without=()):
+    """Return what core itself offers, without some kinds."""
+    offers = Catalog.from_environment(block=()).offers
+    return tuple(one for one in offers if one.distribution == "steelyard" and one.noun not in without)
+
+
 def registry_of(*families, backends=None, others=()):
     """Return a registry of core's own plugins and the toys.
 
@@ -46,8 +60,8 @@ def registry_of(*families, backends=None, others=()):
         backends: Kernel backends; one that takes every quantized layer, on grids down to 16, if None.
         others: ``(kind, class)`` of further plugins.
     """
-    offers = tuple(offer for offer in Catalog.from_environment(block=()).offers if offer.distribution == "steelyard")
-    registry = Registry(Catalog(offers))
+    registry = Registry(Catalog(core_offers(without=("kernel backend",))))
+    registry.add("kernel backend", Reference)
     for family in families or (ToyDense, ToyMoe, ToyMoeInFirst, ToyVision):
         registry.add("model", family)
     for dialect in (Fp8Dialect, AwqDialect, GroupsDialect):

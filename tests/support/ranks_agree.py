@@ -105,19 +105,30 @@ def stop(seconds: float) -> None:
     os.waitpid(waker, 0)
 
 
-def all_stop(seconds: float, bound: float) -> float:
-    """Have the whole job stopped and woken, as by Ctrl-Z or a suspended machine."""
+def all_stop_reading(seconds: float, bound: float) -> float:
+    """Have the whole job stopped and woken, as by Ctrl-Z or a suspended machine, while every rank reads."""
     return load(bound, {"reading": lambda: stop(seconds)})
+
+
+def all_stop_waiting(seconds: float, bound: float) -> float:
+    """Do the same while one rank reads and the others wait for it."""
+    me = os.getpid()
+    script = f"sleep 0.5; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
+    waker = os.posix_spawn("/bin/sh", ["sh", "-c", script], os.environ)
+    try:
+        return load(bound, seconds=1.5 if rank() == 1 else 0.1)
+    finally:
+        os.waitpid(waker, 0)
 
 
 def stuck(who: int, where: str, bound: float) -> None:
     """Have one rank sleep, alive and beating; it sees the error when it wakes."""
-    load(bound, {where: lambda: time.sleep(bound + 2)} if rank() == who else None)
+    load(bound, {where: lambda: time.sleep(bound + 1)} if rank() == who else None)
 
 
 def slow(who: int, bound: float) -> float:
     """Have one rank read for longer than the bound, showing progress."""
-    return load(bound, seconds=1.8 * bound if rank() == who else 0.1)
+    return load(bound, seconds=1.4 * bound if rank() == who else 0.1)
 
 
 def interrupted(who: int, bound: float) -> None:
@@ -183,6 +194,8 @@ def retries(bound: float) -> tuple[str, str, float]:
     except DistributedLoadError as error:
         texts.append(str(error))
     distributed.barrier()
+    if rank() == 0:
+        time.sleep(0.6 * bound)  # the others find what the first load left
     try:
         load(bound, {"reading": raise_disk} if rank() == 1 else None)
     except DistributedLoadError as error:

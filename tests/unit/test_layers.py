@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import built
-from support.numeric import assert_tokens_close
 from torch import nn
 from torch.nn import functional
 
@@ -30,6 +28,8 @@ from steelyard.torch import (
     share_weight,
     weight_of,
 )
+from support import built
+from support.numeric import assert_tokens_close
 
 COLWISE, ROWWISE, REPLICATED = Placement.COLWISE, Placement.ROWWISE, Placement.REPLICATED
 PLACEMENTS = pytest.mark.parametrize("placement", [COLWISE, ROWWISE, REPLICATED], ids=lambda one: one.value)

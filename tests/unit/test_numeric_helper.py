@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from support.numeric import assert_tokens_close
 
 

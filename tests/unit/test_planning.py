@@ -21,6 +21,7 @@ from support.planned import (
     TOY,
     TOY_D,
     coded,
+    core_offers,
     dense_shapes,
     error_texts,
     family_of,
@@ -132,8 +133,25 @@ def with_tree(root, version="1.0", *, body="", noun="models", key="LlamaForCausa
     write_distribution(
         root, "steelyard-tree", version, entry_points={group: {key: "tree_llama"}}, modules={"tree_llama.py": source}
     )
-    core = tuple(offer for offer in Catalog.from_environment(block=()).offers if offer.distribution == "steelyard")
-    return Registry(Catalog((*core, *Catalog.from_environment(path=[str(root)], block=()).offers)))
+    return Registry(Catalog((*core_offers(), *Catalog.from_environment(path=[str(root)], block=()).offers)))
+
+
+def test_a_family_that_is_blocked_is_named_and_not_advised_to_be_installed(tmp_path):
+    """R177: by the model type too, where no architecture is known."""
+    hollow(
+        tmp_path / "model",
+        TOY_D | {"architectures": ["LlamaForTokenClassification"]},
+        {"norm.weight": ("BF16", (256,))},
+    )
+    with importable(tmp_path / "site") as root:
+        with_tree(root, key="llama")
+        registry = Registry(Catalog.from_environment(path=[str(root)], block=["steelyard-tree"]))
+        with pytest.raises(UnknownPlugin) as caught:
+            planned(tmp_path / "model", registry=registry)
+    assert str(caught.value) == (
+        "no model named 'LlamaForTokenClassification'; installed: none. steelyard-tree 1.0 would offer it, but is blocked "
+        "by STEELYARD_BLOCK; unblock it."
+    )
 
 
 def test_a_family_that_cannot_be_imported_is_named_with_its_cause(tmp_path):

@@ -145,6 +145,9 @@ def test_a_parameter_without_a_tensor_is_named_alone_with_the_places_looked_at(t
         "missing tensor model.layers.1.self_attn.k_proj.weight (also looked for model.layers.1.self_attn.qkv_proj.weight), "
         "needed for layers.1.self_attn.qkv_proj"
     ]
+    assert "layers.1.self_attn.qkv_proj" not in {
+        one.node.stem for one in made.nodes
+    }  # a node with a hole is not planned
 
 
 def test_a_missing_bias_is_named(tmp_path):

@@ -178,7 +178,9 @@ def test_an_expert_without_its_scale_is_named(tmp_path, aux):
     tensors = coded(toy_m_shapes(), "FP8-T")
     del tensors[f"{MLP}.experts.3.down_proj.{aux}"]
     hollow_m(tmp_path, tensors=tensors, quant="FP8-T")
-    (text,) = error_texts(planned(tmp_path))
+    made = planned(tmp_path)
+    assert "layers.0.mlp.experts" not in {one.node.stem for one in made.nodes}
+    (text,) = error_texts(made)
     assert text.startswith(f"missing tensor {MLP}.experts.3.down_proj.{aux} (also looked for ")
     assert text.endswith("needed for layers.0.mlp.experts.3")
 
@@ -813,6 +815,14 @@ def test_two_layouts_that_fit_are_an_error_and_none_is_taken(tmp_path):
 def test_a_method_without_a_layout_is_an_error(tmp_path):
     made = plan_l(tmp_path, {"weight": ("F8_E4M3", (512, 256))})
     assert error_texts(made)[0] == "l: the method of scheme fp8.plain has no layout for it"
+
+
+def test_one_tensor_is_not_two_of_a_layout(tmp_path):
+    """M-10, L-21: a scale whose spelling another entry has too."""
+    twice = StoredTensor((".weight_zero", ".weight_scale"), ("F32",), ((Axis("out"), Fixed(1)),), role="zero")
+    tensors = {"weight": ("F8_E4M3", (512, 256)), "weight_scale": ("F32", (512, 1))}
+    made = plan_l(tmp_path, tensors, Layout("fp8", (FP8, SCALE, twice)))
+    assert error_texts(made) == ["l.weight_scale would fill both l and l"]
 
 
 def test_a_tensor_that_the_layout_does_not_have_is_unexpected(tmp_path):

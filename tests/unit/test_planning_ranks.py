@@ -160,7 +160,7 @@ def expert_jobs(draw):
     job = draw(
         st.sampled_from(
             [{}, {"tp": 2}, {"ep": 2}, {"ep": 3}, {"ep": 4}, {"tp": 4, "ep": 2, "moe_tp": 2}, {"tp": 2, "ep": 2, "moe_tp": 2},
-             {"tp": 2, "ep": 4}, {"ep": 8}]
+             {"tp": 2, "ep": 4}, {"ep": 8}, {"ep": 2, "moe_tp": 2, "world": 4}]
         )
     )  # fmt: skip
     config = TOY_M_CONFIG | {
@@ -366,6 +366,15 @@ def test_whole_experts_ignore_the_rank_inside_the_dense_group(tmp_path):
     reads = dict(stem_reads(made, 3, "experts"))
     assert reads["model.layers.0.mlp.experts.6.gate_proj.weight_scale"] == [(0, 256), (0, 1)]
     assert reads["model.layers.0.mlp.experts.6.gate_proj.weight"] == [(0, 256), (0, 256)]
+
+
+def test_the_place_inside_an_expert_is_not_the_place_in_the_dense_group(tmp_path):
+    """E-03, R073: dense layers on one rank each, experts shared by two."""
+    hollow_m(tmp_path, stored="stacked", num_hidden_layers=1)
+    made = planned(tmp_path, world=4, tp=1, ep=2, moe_tp=2).check()
+    for rank, (first, place) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
+        *_, down = stem_reads(made, rank, "layers.0.mlp.experts")
+        assert down[1] == [(first, 2), (0, 256), (128 * place, 128)]
 
 
 # --- what does not divide ----------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from steelyard import reader as module
 from steelyard.checkpoint import Checkpoint
 from steelyard.errors import ConfigError, LoadError
-from steelyard.placement import Axis, Order, Regrid, Slice, Span, covering, cut
+from steelyard.extents import covering
+from steelyard.placement import Axis, Order, Regrid, Slice, Span, cut
 from steelyard.reader import WAYS, open_reader
 from steelyard.storage import TORCH_DTYPES, finish, in_memory
 from support.checkpoints import toy_b, toy_b_tensors

@@ -48,7 +48,7 @@ def machine(monkeypatch, tmp_path):
         for index, text in enumerate(nodes):
             (tmp_path / str(index)).mkdir()
             (tmp_path / str(index) / "properties").write_text(text)
-        monkeypatch.setitem(vars(steelyard.target), "_KFD_NODES", tmp_path)
+        monkeypatch.setattr(steelyard.target, "KFD_NODES", tmp_path)
 
     return become
 

@@ -41,17 +41,18 @@ class Agreement:
     """
 
     @staticmethod
-    def open(ranks: Ranks, bound: float = 60.0) -> Agreement:
+    def open(ranks: Ranks, bound: float = 60.0, *, heartbeat: float = 1.0) -> Agreement:
         """Join the other ranks.
 
         Args:
             ranks: The job and this rank's place in it.
             bound: Seconds within which all ranks learn that one failed, died, or stopped giving signs of life.
+            heartbeat: Longest time between two signs of life.
         Raises:
             ConfigError: the bound is not positive, or torch.distributed is not initialised for these ranks.
             DistributedLoadError: the agreement's store cannot be reached within the bound.
         """
-        limits = Limits(bound)
+        limits = Limits(bound, heartbeat)
         if ranks.world == 1:
             return Agreement()
         if not (distributed.is_available() and distributed.is_initialized()):

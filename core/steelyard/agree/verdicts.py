@@ -98,11 +98,13 @@ class Limits:
 
     Attributes:
         bound: Seconds within which every rank learns of a failure.
+        heartbeat: Longest time between two signs of life; ten of them fit into a short bound all the same.
     Raises:
         ConfigError: the bound is not positive.
     """
 
     bound: float
+    heartbeat: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
@@ -111,7 +113,7 @@ class Limits:
     @property
     def interval(self) -> float:
         """Seconds between two heartbeats."""
-        return min(1.0, self.bound / 10)
+        return min(self.heartbeat, self.bound / 10)
 
     @property
     def silence(self) -> float:

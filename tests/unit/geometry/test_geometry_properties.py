@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from steelyard.blueprint import Part
 from steelyard.errors import ConfigError, CutError
+from steelyard.extents import covering
 from steelyard.local import even, padded_rows
 from steelyard.placement import (
     Axis,
@@ -21,7 +22,6 @@ from steelyard.placement import (
     Regrid,
     Slice,
     Span,
-    covering,
     cut,
     describe_dims,
     fitting_sizes,
