@@ -81,7 +81,17 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """A look-up table (vocabulary, hidden); colwise is vocabulary-parallel, rowwise hidden-parallel."""
+    """A look-up table (vocabulary, hidden); colwise is vocabulary-parallel, rowwise hidden-parallel.
+
+    Attributes:
+        stem: Name of the node in the model.
+        vocabulary: Rows.
+        hidden: Columns.
+        placement: How it goes out over the ranks.
+        absent: What its absence means.
+        dtype: Code of a dtype that overrides the model's.
+        rows_key: The config's key that sets the rows, for messages.
+    """
 
     stem: str
     vocabulary: int
@@ -89,6 +99,7 @@ class Embedding:
     placement: Placement
     absent: Absent = "error"
     dtype: str | None = None
+    rows_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,5 +216,3 @@ def class_of(node: Node) -> str:
     'Norm'
     """
     return type(node).__name__
-
-

@@ -43,7 +43,9 @@ class NoKernel(Exception):
 
     def __init__(self, refusals: Mapping[str, str]) -> None:
         self.refusals = dict(refusals)
-        super().__init__("; ".join(f"{name}: {why}" for name, why in refusals.items()) or "no kernel backend is installed")
+        super().__init__(
+            "; ".join(f"{name}: {why}" for name, why in refusals.items()) or "no kernel backend is installed"
+        )
 
 
 def order_of(installed: Sequence[str], scheme: LayerScheme, target: str, wanted: Sequence[str] | None) -> list[str]:

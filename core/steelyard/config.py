@@ -315,7 +315,9 @@ def _validated(data: LoadConfig | Mapping[str, Any] | None, source: str = "") ->
     try:
         return LoadConfig(**given).given()
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None if source else error
+        if not source:
+            raise
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

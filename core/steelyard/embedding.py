@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from tokenizers import Tokenizer
 
 from steelyard import ops
 from steelyard.errors import CheckpointError, ConfigError
 from steelyard.loader import LoadedModel
 from steelyard.sentences import PoolingMode, SentenceSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PAD_TOKENS = ("[PAD]", "<pad>")
 
 POOLING: Mapping[PoolingMode, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": ops.mean_pool,
@@ -52,7 +56,7 @@ class SentenceEncoder:
             raise ConfigError(f"{model.plan.family_key} is not an encoder of texts: it states no max_positions")
         self.max_tokens = min(settings.max_tokens or limit, limit)
         self._device = next(iter(model.module.parameters())).device
-        self._tokenizer = read_tokenizer(settings.folder, self.max_tokens, model.plan.config.get("pad_token_id") or 0)
+        self._tokenizer = read_tokenizer(settings.folder, self.max_tokens, model.plan.config.get("pad_token_id"))
 
     def encode(self, texts: Sequence[str], *, batch_size: int = 32) -> torch.Tensor:
         """Return one vector a text, in the order given.
@@ -85,18 +89,28 @@ class SentenceEncoder:
             return (ops.normalize(vectors) if self.settings.normalize else vectors).cpu()
 
 
-def read_tokenizer(folder: Path, max_tokens: int, pad_id: int) -> Tokenizer:
+def read_tokenizer(folder: Path, max_tokens: int, pad_id: int | None) -> Tokenizer:
     """Return a folder's tokenizer, cutting at ``max_tokens`` and padding to the longest text of a batch.
 
     A ``tokenizer.json`` often has the truncation and padding of its last use baked in; both are replaced.
 
+    Args:
+        folder: The checkpoint's folder.
+        max_tokens: Tokens to cut at.
+        pad_id: The config's padding id, used if the file has no padding of its own.
     Raises:
         CheckpointError: there is none, it cannot be read, or special tokens alone reach ``max_tokens``.
+        ConfigError: the tokenizers package is not installed.
     """
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError("texts need the tokenizers package; pip install 'steelyard[text]'") from error
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(
-            f"{folder}: has no tokenizer.json; transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            f"{folder}: has no tokenizer.json; transformers writes one with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -108,9 +122,10 @@ def read_tokenizer(folder: Path, max_tokens: int, pad_id: int) -> Tokenizer:
             f"{folder}: a limit of {max_tokens} tokens leaves no room beside {special} special tokens"
         )
     baked = tokenizer.padding or {}
+    named = (tokenizer.token_to_id(name) for name in PAD_TOKENS)
+    choices = (baked.get("pad_id"), pad_id, *named, 0)
+    chosen = next(one for one in choices if one is not None)
+    token = baked.get("pad_token") or tokenizer.id_to_token(chosen) or PAD_TOKENS[0]
     tokenizer.enable_truncation(max_tokens)
-    tokenizer.enable_padding(
-        pad_id=baked.get("pad_id", pad_id),
-        pad_token=baked.get("pad_token") or tokenizer.id_to_token(pad_id) or "[PAD]",
-    )
+    tokenizer.enable_padding(pad_id=chosen, pad_token=token)
     return tokenizer

@@ -82,6 +82,10 @@ class ConfigError(SteelyardError, ValueError):
     """A value that the user or the model's config gave cannot be met."""
 
 
+class HeadsError(ConfigError):
+    """Attention heads do not go out over the ranks."""
+
+
 # --- checkpoints ------------------------------------------------------------------------------------
 
 

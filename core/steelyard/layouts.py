@@ -75,8 +75,6 @@ class Layout:
     cut: Cutter | None = None
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where one part of a node may stand in a checkpoint.

@@ -139,7 +139,9 @@ def _agree(made: LoadPlan, device: str, agreement: Agreement) -> None:
     """Go on only if this rank can run the plan and every rank made the same one."""
     here = this_machine(device)
     if made.target != here:
-        raise ConfigError(f"target={made.target!r}: this machine is {here!r}; a plan for another can be made, not loaded")
+        raise ConfigError(
+            f"target={made.target!r}: this machine is {here!r}; a plan for another can be made, not loaded"
+        )
     missing = {one.backend: one.missing for one in made.kernels() if one.missing}
     if missing:
         raise CapabilityError("run the kernels that were chosen", missing)

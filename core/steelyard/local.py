@@ -67,7 +67,9 @@ class LocalNode:
         return spans
 
 
-def localize(node: Node, ranks: Ranks, *, experts: str = "uneven", vocab_padding: str = "auto") -> tuple[LocalNode, ...]:
+def localize(
+    node: Node, ranks: Ranks, *, experts: str = "uneven", vocab_padding: str = "auto"
+) -> tuple[LocalNode, ...]:
     """Return a rank's piece of a node: one local node, or two (w13, w2) for experts.
 
     Args:
@@ -94,8 +96,12 @@ def localize(node: Node, ranks: Ranks, *, experts: str = "uneven", vocab_padding
         case Embedding():
             return (_embedding(node, ranks, vocab_padding),)
         case Norm():
-            out = _divide("out", node.size, ranks, node.placement is Placement.COLWISE)
-            return (LocalNode(node, (LocalPart("", out),), whole(1)),)
+            if node.placement is not Placement.REPLICATED and ranks.tp > 1:
+                raise ConfigError(
+                    f"a norm over {node.size} elements is declared {node.placement.value}; each of {ranks.tp} ranks would "
+                    "take the mean of its own share alone. Declare it replicated, or over one head"
+                )
+            return (LocalNode(node, (LocalPart("", whole(node.size)),), whole(1)),)
         case Param():
             out = _divide("out", node.out, ranks, node.placement is Placement.COLWISE)
             inner = _divide("in", node.inner, ranks, node.placement is Placement.ROWWISE)
@@ -157,7 +163,9 @@ def _part(node: Linear, part: Part, tp: int, tp_rank: int) -> LocalPart:
     if q_heads is None:
         raise ConfigError(f"key/value heads of {part.name!r} stand without their query heads in one Linear")
     if part.heads != (kv_heads if part.kv else q_heads):
-        raise ConfigError(f"{part.name!r} has {part.heads} heads, the parts before it {kv_heads if part.kv else q_heads}")
+        raise ConfigError(
+            f"{part.name!r} has {part.heads} heads, the parts before it {kv_heads if part.kv else q_heads}"
+        )
     start, stop = head_range(q_heads, kv_heads or q_heads, tp, tp_rank, kv=part.kv)
     size = part.out // part.heads
     return LocalPart(part.name, Span(start * size, stop * size, part.out), Span(start, stop, part.heads))

@@ -193,12 +193,17 @@ class Matcher:
                     continue
                 if hit is not None and hit[0] == name:
                     if source.shape_key != hit[2].shape_key:
-                        self._error("layout", name, f"{name}: the mappings lay it out in two ways for {stem}'s {tensor.name}")
+                        self._error(
+                            "layout", name, f"{name}: the mappings lay it out in two ways for {stem}'s {tensor.name}"
+                        )
                         self.blamed.add(name)
                     continue
                 if hit is not None:
-                    self._error("duplicate", name, f"duplicate tensors {hit[0]} and {name}: both are {stem}'s "
-                                f"{tensor.name}; keep one of them")
+                    self._error(
+                        "duplicate",
+                        name,
+                        f"duplicate tensors {hit[0]} and {name}: both are {stem}'s {tensor.name}; keep one of them",
+                    )
                     self.blamed.add(name)
                     continue
                 hit = (name, entry, source)
@@ -312,13 +317,15 @@ class Matcher:
         return Finding(
             "shape", "error", name,
             f"{where}: stored shape {list(entry.shape)}, {stem} expects {' or '.join(tried)} "
-            f"with out={sizes['out']}, in={sizes.get('in', 1)} ({self._asked})",
+            f"with out={sizes['out']}{_said_by(node)}, in={sizes.get('in', 1)} ({self._asked})",
         )  # fmt: skip
 
     def _missing(self, tensor: StoredTensor, sources: Sequence[Source], stem: str) -> Finding:
         names = list(dict.fromkeys(name for source in sources for name in source.names(tensor)))
         if not names:
-            return Finding("missing", "error", stem, f"missing {tensor.name} of {stem}: the mapping names no place for it")
+            return Finding(
+                "missing", "error", stem, f"missing {tensor.name} of {stem}: the mapping names no place for it"
+            )
         also = f" (also looked for {', '.join(names[1:])})" if len(names) > 1 else ""
         return Finding("missing", "error", names[0], f"missing tensor {names[0]}{also}, needed for {stem}")
 
@@ -373,6 +380,11 @@ class Matcher:
 def _entry(hits: Sequence[tuple[str, TensorEntry, Source] | None], index: int) -> TensorEntry | None:
     hit = hits[index] if index >= 0 else None
     return hit[1] if hit is not None else None
+
+
+def _said_by(node: Linear | Embedding | Norm | Param | AttentionState) -> str:
+    """Return which key of the config set a node's rows, where the family says it."""
+    return f" (the config's {node.rows_key})" if isinstance(node, Embedding) and node.rows_key else ""
 
 
 def _squeeze(dims: Dims) -> Dims:

@@ -103,8 +103,8 @@ def attention(
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     shares = heads != kv_heads
     if shares and mask is not None:
-        # Of torch's fused kernels only those without a mask take fewer key/value heads; the others fall back to a
-        # product that holds every score at once.
+        # With a mask only cuDNN's kernel takes fewer key/value heads (16 bits, some GPUs); elsewhere torch would fall
+        # back to a product that holds every score at once. A copy of k and v is the smaller harm (H200, torch 2.11).
         k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
         shares = False
     return functional.scaled_dot_product_attention(

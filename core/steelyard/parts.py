@@ -68,9 +68,7 @@ class PartFinder:
         self._layouts: dict[tuple[LayerScheme, int, bool], tuple[Layout, ...]] = {}
         self._allowed_layouts: dict[int, tuple[Layout, ...]] = {}
 
-    def ties(
-        self, nodes: Sequence[Node], ties: Sequence[Tie]
-    ) -> tuple[set[str], tuple[Alias | AliasIfEqual, ...]]:
+    def ties(self, nodes: Sequence[Node], ties: Sequence[Tie]) -> tuple[set[str], tuple[Alias | AliasIfEqual, ...]]:
         """Return the stems that have no tensors of their own, and the ties as steps; every step's source is loaded.
 
         The order of the ties decides nothing: of nodes that are tied to one another, the one that no tie makes a
@@ -93,6 +91,12 @@ class PartFinder:
                 if stem == keeper:
                     continue
                 if stem not in stored:
+                    node = by_stem[stem]
+                    if isinstance(node, Linear) and node.bias:
+                        self._add(
+                            "missing", "error", stem,
+                            f"{stem} is tied to {keeper} and has a bias of its own, which is not stored",
+                        )  # fmt: skip
                     aliased.add(stem)
                     made.append(Alias(stem, keeper))
                     continue
@@ -110,7 +114,9 @@ class PartFinder:
         classes: list[tuple[int, UnitClass]] = []
         if isinstance(node, Experts):
             if node.num_experts < 1:
-                self._add("config", "error", node.stem, f"{node.stem}: {node.num_experts} experts; there must be at least 1")
+                self._add(
+                    "config", "error", node.stem, f"{node.stem}: {node.num_experts} experts; there must be at least 1"
+                )
                 return None
             for index, linear in enumerate((node.w13, node.w2)):
                 for part in linear.parts:

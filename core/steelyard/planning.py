@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any
 
-from steelyard.blueprint import Node
+from steelyard.blueprint import Blueprint, Node
 from steelyard.checkpoint import Checkpoint, quantization_config
 from steelyard.config import Effective, LoadConfig, resolve
 from steelyard.discovery import Offer
 from steelyard.dtypes import CONFIG_DTYPES
-from steelyard.errors import BadConfig, CapabilityError, ConfigError, CutError, UnknownPlugin
+from steelyard.errors import BadConfig, CapabilityError, ConfigError, CutError, SteelyardError, UnknownPlugin
 from steelyard.findings import Finding, Severity
 from steelyard.kinds import KindName
 from steelyard.loadplan import LoadPlan
@@ -175,7 +175,7 @@ def _plan(
     matcher = Matcher(checkpoint.entries, [file.name for file in checkpoint.files], asked)
     finder = PartFinder(checkpoint, names, quantization[1] if quantization else None, registry, options, matcher)
 
-    blueprint = family.blueprint(config)
+    blueprint = _blueprint(family, key, config)
     aliased, ties = finder.ties(blueprint.nodes, blueprint.ties)
     found = [parts for node in blueprint.nodes if node.stem not in aliased and (parts := finder.find(node))]
     matcher.report_unread_parts()
@@ -218,6 +218,18 @@ def _plan(
     )
 
 
+def _blueprint(family: ModelFamily, key: str, config: Config) -> Blueprint:
+    """Return the family's nodes; what it stumbles over in the config is told as a fault of the config."""
+    try:
+        return family.blueprint(config)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, SteelyardError):
+            raise
+        raise ConfigError(
+            f"config.json: the model family {key!r} cannot use it: {type(error).__name__}: {error}"
+        ) from error
+
+
 def _publishers(config: Config, registry: Registry) -> Mapping[str, Any]:
     """Return the installed mappings of further publishers, ``<model_type>.<publisher>``, made."""
     mappings = registry["weight mapping"]
@@ -256,7 +268,9 @@ def _unlike(
                 if pieces[0] != pieces[1]:
                     findings.append(
                         Finding(
-                            "shape", "error", tie.target,
+                            "shape",
+                            "error",
+                            tie.target,
                             f"{tie.target} is tied to {tie.source}, but rank {ranks.rank} holds [{mine.n}, {mine.k}] of "
                             f"one and [{theirs.n}, {theirs.k}] of the other",
                         )  # fmt: skip
@@ -265,7 +279,7 @@ def _unlike(
         except CutError as error:
             findings.append(Finding("cut", "error", tie.target, f"{tie.target}: {error}"))
         except ConfigError as error:
-            findings.append(Finding("heads", "error", tie.target, f"{tie.target}: {error}"))
+            findings.append(Finding("config", "error", tie.target, f"{tie.target}: {error}"))
     return findings
 
 
@@ -276,7 +290,9 @@ def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[s
     severity: Severity = "error" if strict else "note"
     unexpected = [
         Finding(
-            "unexpected", severity, name,
+            "unexpected",
+            severity,
+            name,
             f"unexpected tensor {name} ({matcher.file_of(name)}): no rule of the model uses or drops it",
         )  # fmt: skip
         for name in left
@@ -312,7 +328,13 @@ def _digest(
     """Return a hash of everything that decides what every rank loads; nothing of one rank or one machine."""
     classes = dict.fromkeys(one.cls for one in nodes)
     choices = [
-        (type(cls.shape).__name__, segment.parts, segment.scheme.key(), segment.choice.backend, segment.choice.form.name)
+        (
+            type(cls.shape).__name__,
+            segment.parts,
+            segment.scheme.key(),
+            segment.choice.backend,
+            segment.choice.form.name,
+        )
         for cls in classes
         for segment in cls.segments
         if segment.choice is not None

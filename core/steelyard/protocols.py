@@ -158,9 +158,7 @@ class QuantMethod(Protocol):
         """
         ...
 
-    def dequantize(
-        self, stored: Mapping[str, Tensor], scheme: LayerScheme, node: LocalNode, to: dtype
-    ) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor], scheme: LayerScheme, node: LocalNode, to: dtype) -> Tensor:
         """Return the real weight (torch).
 
         Shapes:
@@ -257,5 +255,3 @@ class TuningProvider(Protocol):
     """
 
     keys: ClassVar[tuple[str, ...]]
-
-

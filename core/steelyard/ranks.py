@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from steelyard.errors import ConfigError
+from steelyard.errors import ConfigError, HeadsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +119,21 @@ def head_range(q_heads: int, kv_heads: int, tp: int, tp_rank: int, *, kv: bool) 
         tp_rank: This rank's index in the group.
         kv: Whether the key/value range is asked for.
     Raises:
-        ConfigError: the heads do not go out over the ranks; all numbers are in the text.
+        HeadsError: the heads do not go out over the ranks; all numbers are in the text.
 
     >>> [head_range(8, 2, 8, r, kv=True) for r in (0, 3, 4, 7)]
     [(0, 1), (0, 1), (1, 2), (1, 2)]
     """
     asked = f"q_heads={q_heads}, kv_heads={kv_heads}, tp={tp}"
     if q_heads % tp:
-        raise ConfigError(
+        raise HeadsError(
             f"{q_heads} query heads do not divide by tp {tp} ({asked}); tp sizes that fit: "
             f"{', '.join(map(str, head_sizes(q_heads, kv_heads)))}"
         )
     if q_heads % kv_heads:
-        raise ConfigError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads ({asked})")
+        raise HeadsError(f"{q_heads} query heads are not a multiple of {kv_heads} key/value heads ({asked})")
     if kv_heads % tp and tp % kv_heads:
-        raise ConfigError(
+        raise HeadsError(
             f"{kv_heads} key/value heads neither split over tp {tp} nor repeat evenly ({asked}); "
             f"tp sizes that fit: {', '.join(map(str, head_sizes(q_heads, kv_heads)))}"
         )

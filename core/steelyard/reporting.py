@@ -12,7 +12,9 @@ from steelyard.steps import Alias
 from steelyard.tasks import SegmentTask
 
 
-def report_of(plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, device: str, *, reading: float, seconds: float) -> LoadReport:
+def report_of(
+    plan: LoadPlan, executed: Executed, bytes_read: int, rank: int, device: str, *, reading: float, seconds: float
+) -> LoadReport:
     """Return the report of one rank.
 
     Args:

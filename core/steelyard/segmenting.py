@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from steelyard.blueprint import AttentionState, Experts, Linear, Node
 from steelyard.choice import NoKernel, choose
 from steelyard.config import LoadConfig
-from steelyard.errors import ConfigError, CutError
+from steelyard.errors import ConfigError, CutError, HeadsError
 from steelyard.findings import Finding, FindingCode, Severity
 from steelyard.local import LocalNode, localize
 from steelyard.matching import UnitClass, shape_of
@@ -36,7 +36,14 @@ class Segmenter:
     """Makes node classes for one job; used once."""
 
     def __init__(
-        self, backends: Mapping[str, KernelBackend], options: LoadConfig, job: Ranks, target: str, dtype: str, *, here: bool
+        self,
+        backends: Mapping[str, KernelBackend],
+        options: LoadConfig,
+        job: Ranks,
+        target: str,
+        dtype: str,
+        *,
+        here: bool,
     ) -> None:
         self._backends, self._options, self._job, self._target = backends, options, job, target
         self._dtype, self._here = dtype, here
@@ -64,12 +71,21 @@ class Segmenter:
             made.append(Finding(note.code, note.severity, note.stem, f"{note.stem}: {note.text}{also}"))
         for name, why in self.chosen.items():
             if why:
-                made.append(Finding("not-installed", "note", name, f"kernel backend {name} serves {self._target} and was "
-                                    f"chosen for it, but cannot run here: {why}"))
+                made.append(
+                    Finding(
+                        "not-installed",
+                        "note",
+                        name,
+                        f"kernel backend {name} serves {self._target} and was "
+                        f"chosen for it, but cannot run here: {why}",
+                    )
+                )
         return made
 
     def _param_dtype(self, node: Node) -> str:
-        own = None if isinstance(node, AttentionState) else (node.w13.dtype if isinstance(node, Experts) else node.dtype)
+        own = (
+            None if isinstance(node, AttentionState) else (node.w13.dtype if isinstance(node, Experts) else node.dtype)
+        )
         if own is not None:
             return own
         kept = any(fragment.lower() in node.stem.lower() for fragment in self._options.keep_float32)
@@ -83,7 +99,7 @@ class Segmenter:
             self._note(cls, stem, "cut", "error", str(error))
             return ()
         except ConfigError as error:
-            self._note(cls, stem, "heads", "error", str(error))
+            self._note(cls, stem, "heads" if isinstance(error, HeadsError) else "config", "error", str(error))
             return ()
         segments: list[Segment] = []
         for linear in sorted({index for index, _ in found.classes}):
@@ -135,12 +151,19 @@ class Segmenter:
             segment.on(local)
         if steps:
             finer = ", ".join(f"{axis} {units[0].scheme.grid()[axis]} -> {step}" for axis, step in steps.items())
-            self._note(cls, stem, "refined", "note", f"its scale grid is refined so that every rank starts on an edge: {finer}")
+            self._note(
+                cls, stem, "refined", "note", f"its scale grid is refined so that every rank starts on an edge: {finer}"
+            )
         padding = max((local.padding for local in locals_), default=0)
         if padding:
             rows = sum(len(part.out) for part in locals_[0].parts)
-            self._note(cls, stem, "padded", "note", f"padded to {self._job.tp} x {rows + locals_[0].padding} rows "
-                                                     "with zeros, so that the ranks divide it")
+            self._note(
+                cls,
+                stem,
+                "padded",
+                "note",
+                f"padded to {self._job.tp} x {rows + locals_[0].padding} rows with zeros, so that the ranks divide it",
+            )
         return segment
 
     def _choose(self, cls: NodeClass, stem: str, segment: Segment, locals_: Sequence[LocalNode]) -> None:

@@ -113,8 +113,10 @@ def steps_of(unit: UnitClass, locals_: Sequence[LocalNode]) -> dict[str, int]:
             if step == dim.elements:
                 continue
             if step < SMALLEST_GRID:
-                worst = next((piece for piece, size in pieces if grid_step(dim.elements, [(piece, size)]) < SMALLEST_GRID),
-                             pieces[0][0])
+                worst = next(
+                    (piece for piece, size in pieces if grid_step(dim.elements, [(piece, size)]) < SMALLEST_GRID),
+                    pieces[0][0],
+                )
                 raise _no_grid(dim, worst, pieces[0][1], step, ordered=found.order is not None)
             steps[dim.of] = min(step, steps.get(dim.of, step))
     return steps
@@ -158,8 +160,11 @@ def can_join(units: Sequence[UnitClass], other: UnitClass, locals_: Sequence[Loc
                 rows = [len(_part(local, unit.part).out) for local in locals_]
                 ragged = next((count for count in rows if count % period), None)
                 if ragged is not None:
-                    return Verdict(False, f"{unit.part} has {ragged} rows on a rank and {found.tensor.name} "
-                                          f"steps by {period}, so {other.part} would start inside a step")
+                    return Verdict(
+                        False,
+                        f"{unit.part} has {ragged} rows on a rank and {found.tensor.name} "
+                        f"steps by {period}, so {other.part} would start inside a step",
+                    )
     return Verdict(True)
 
 

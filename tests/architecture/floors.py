@@ -50,15 +50,7 @@ ROWS: tuple[tuple[str, ...] | str, ...] = (
 )
 
 # Rows whose module is still to be written. A name leaves this set in the change that adds the module.
-PLANNED: frozenset[str] = frozenset(
-    {
-        "agree",
-        "collectives",
-        "layers",
-        "ops",
-        "torch",
-    }
-)
+PLANNED: frozenset[str] = frozenset()
 
 # Modules below the line that may ask torch about this machine, inside a function and only there: name -> reason.
 TORCH_IN_FUNCTION: Mapping[str, str] = {}

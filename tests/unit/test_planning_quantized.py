@@ -846,7 +846,7 @@ def test_unit_dims_of_a_scale_do_not_keep_parts_apart(tmp_path):
 
 
 def test_the_experts_of_a_layer_must_agree(tmp_path):
-    """R099: one expert left plain, and one with a scale of another dtype."""
+    """One expert is left plain."""
     config = {"quantization_config": FP8_BLOCK | {"modules_to_not_convert": ["layers.1.mlp.experts.2.up_proj"]}}
     tensors = made_plain(coded(toy_m_shapes(), "FP8-B"), "layers.1.mlp.experts.2.up_proj")
     hollow_m(tmp_path, tensors=tensors, config=config)

@@ -399,12 +399,14 @@ def test_a_split_must_divide(tmp_path, placement, axis):
     assert [buffer.shape for task in made.tasks(2) for buffer in task.on_rank.buffers] == [(4, 4)]
 
 
-@pytest.mark.parametrize("node", [Norm("n", 10, placement=Placement.COLWISE)], ids=["norm"])
-def test_a_norm_that_is_cut_must_divide(tmp_path, node):
-    """P-01: for every kind of node."""
-    assert error_texts(plan_of(tmp_path, {"n.weight": ("BF16", (10,))}, node, tp=3)) == [
-        "n: cannot cut out[0:10]: 10 elements do not divide by tp 3; sizes that fit: 1, 2, 5, 10"
+def test_a_norm_is_not_cut(tmp_path):
+    """P-25: a rank would take the mean of its own share alone; on one rank the declaration means nothing."""
+    node = Norm("n", 12, placement=Placement.COLWISE)
+    assert error_texts(plan_of(tmp_path, {"n.weight": ("BF16", (12,))}, node, tp=3)) == [
+        "n: a norm over 12 elements is declared colwise; each of 3 ranks would take the mean of its own share alone. "
+        "Declare it replicated, or over one head"
     ]
+    assert not plan_of(tmp_path, {"n.weight": ("BF16", (12,))}, node, tp=1).errors
 
 
 def test_the_share_of_a_rank_is_guarded_where_it_is_made():

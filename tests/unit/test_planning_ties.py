@@ -215,7 +215,7 @@ def test_the_name_of_a_part_does_not_keep_a_tie_apart(tmp_path):
 
 
 def test_a_tied_head_with_another_vocabulary_is_refused(tmp_path):
-    """R129: a table of 100 rows is no head of 96."""
+    """A table of 100 rows is no head of 96."""
     table = Embedding("table", 100, 64, Placement.COLWISE)
     head = Linear("head", 64, (Part("", 96, padded=True),), Placement.COLWISE)
     made = plan_of(tmp_path, {"table.weight": ("BF16", (100, 64))}, table, head, ties=(Tie("head", "table"),))

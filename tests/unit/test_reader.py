@@ -240,6 +240,18 @@ def test_mmap_counts_rows_exactly(tmp_path):
         assert reader.bytes_read == len(touched(read, 4)) * PAGE
 
 
+def test_a_piece_that_fills_pages_counts_those_and_no_other(tmp_path):
+    """Where a piece starts and stops on the edges of pages there is nothing to round."""
+    tensors = {"filler": ("U8", (10_000,), bytes(10_000)), "t": ("U8", (4, PAGE), bytes(4 * PAGE))}
+    start = checkpoint_of(tmp_path, tensors).entries["t"].start
+    tensors["filler"] = ("U8", (10_000 + PAGE - start % PAGE,), bytes(10_000 + PAGE - start % PAGE))
+    checkpoint = checkpoint_of(tmp_path, tensors)
+    assert checkpoint.entries["t"].start % PAGE == 0
+    with open_reader(checkpoint, "mmap") as reader:
+        reader.read(read_of(checkpoint, "t", (Slice(1, 2), Slice(0, PAGE))))
+        assert reader.bytes_read == 2 * PAGE
+
+
 def test_mmap_does_not_read_a_whole_tensor_for_a_few_columns_that_fill_pages(tmp_path):
     """P-24, L-13: wide columns of a large tensor touch their own pages alone, also where data is not aligned."""
     rows, columns = 16, 8 * PAGE

@@ -62,5 +62,8 @@ def embed(
         elif scores is not None:
             print_table(["similarity", "text"], ((f"{scores[text]:.4f}", text) for text, _ in rows))
         else:
-            head = ((text, str(len(vector)), " ".join(f"{x:+.4f}" for x in vector[:SHOWN].tolist())) for text, vector in rows)
+            head = (
+                (text, str(len(vector)), " ".join(f"{x:+.4f}" for x in vector[:SHOWN].tolist()))
+                for text, vector in rows
+            )
             print_table(["text", "dim", f"first {SHOWN} numbers"], head)

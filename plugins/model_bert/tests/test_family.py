@@ -39,9 +39,11 @@ def test_a_layer_is_four_linears_and_two_norms(small):
 def test_tables_are_cut_along_the_hidden_size(small):
     """B-06: word, position and token-type tables; only the last may be absent, and then it is zeros (B-05)."""
     assert list(nodes(small).values())[:4] == [
-        Embedding("embeddings.word_embeddings", 11, 8, Placement.ROWWISE),
-        Embedding("embeddings.position_embeddings", 6, 8, Placement.ROWWISE),
-        Embedding("embeddings.token_type_embeddings", 2, 8, Placement.ROWWISE, absent=FillWith(0.0)),
+        Embedding("embeddings.word_embeddings", 11, 8, Placement.ROWWISE, rows_key="vocab_size"),
+        Embedding("embeddings.position_embeddings", 6, 8, Placement.ROWWISE, rows_key="max_position_embeddings"),
+        Embedding(
+            "embeddings.token_type_embeddings", 2, 8, Placement.ROWWISE, FillWith(0.0), rows_key="type_vocab_size"
+        ),
         Norm("embeddings.LayerNorm", 8, "layer", 1e-7, bias=True),
     ]
 
@@ -184,7 +186,7 @@ def test_a_position_table_of_another_size_is_an_error_at_load(tmp_path):
     plan = steelyard.plan(folder, target="cpu", registry=registry_of(BertFamily))
     assert error_texts(plan) == [
         "embeddings.position_embeddings.weight (model.safetensors): stored shape [32, 64], embeddings.position_embeddings "
-        "expects [512, 64] = [out, in] with out=512, in=64 (tp_size=1, ep_size=1, moe_tp=1)"
+        "expects [512, 64] = [out, in] with out=512 (the config's max_position_embeddings), in=64 (tp_size=1, ep_size=1, moe_tp=1)"
     ]
 
 

@@ -229,7 +229,7 @@ def test_a_token_type_table_of_another_size_is_an_error(planned):
     plan = planned(toy_b_tensors() | {name: encode(values(0, (1, 64)), "F32")})
     assert error_texts(plan) == [
         f"{name} (model.safetensors): stored shape [1, 64], embeddings.token_type_embeddings expects [2, 64] = [out, in] "
-        "with out=2, in=64 (tp_size=1, ep_size=1, moe_tp=1)"
+        "with out=2 (the config's type_vocab_size), in=64 (tp_size=1, ep_size=1, moe_tp=1)"
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from steelyard.plugin import (
+    Absent,
     Blueprint,
     Config,
     Embedding,
@@ -64,11 +65,15 @@ class BertFamily:
 
 def _embeddings(made: EncoderConfig) -> Iterator[Node]:
     hidden = made.hidden
-    yield Embedding("embeddings.word_embeddings", made.vocabulary, hidden, Placement.ROWWISE)
-    yield Embedding("embeddings.position_embeddings", made.positions, hidden, Placement.ROWWISE)
     # An exporter may leave out a table of which it uses one row of zeros; zeros add nothing, whatever their number.
-    absent = FillWith(0.0)
-    yield Embedding("embeddings.token_type_embeddings", made.token_types, hidden, Placement.ROWWISE, absent=absent)
+    tables: tuple[tuple[str, int, str, Absent], ...] = (
+        ("word", made.vocabulary, "vocab_size", "error"),
+        ("position", made.positions, "max_position_embeddings", "error"),
+        ("token_type", made.token_types, "type_vocab_size", FillWith(0.0)),
+    )
+    for name, rows, key, absent in tables:
+        stem = f"embeddings.{name}_embeddings"
+        yield Embedding(stem, rows, hidden, Placement.ROWWISE, absent=absent, rows_key=key)
     yield Norm("embeddings.LayerNorm", hidden, "layer", made.eps, bias=True)
 
 
