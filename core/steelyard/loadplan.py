@@ -222,12 +222,16 @@ class LoadPlan:
             for index, segment in enumerate(cls.segments):
                 on_rank = segment.on(locals_[segment.linear])
                 buffered = sum(nbytes(buffer.dtype, buffer.shape) for buffer in on_rank.buffers)
+                received: set[str] = set()
                 for piece in (piece for pieces in on_rank.pieces.values() for piece in pieces):
                     copies = times * repeats(piece, on_rank.local)
                     asked, wanted, covered = _cost(piece)
                     reads += copies * (piece.cut is not None)
                     requests += copies * asked
-                    needed += copies * wanted
+                    # A tensor that parts must share is received once and compared for the others.
+                    compared = piece.found.tensor.merge == "equal" and piece.found.tensor.name in received
+                    received.add(piece.found.tensor.name)
+                    needed += 0 if compared else copies * wanted
                     read += copies * covered
                 if segment.choice is None:
                     final += times * buffered

@@ -30,7 +30,7 @@ from steelyard.ranks import Ranks
 from steelyard.registry import Registry, default_registry
 from steelyard.segmenting import Segmenter
 from steelyard.steps import Alias, AliasIfEqual
-from steelyard.target import this_machine
+from steelyard.target import has_torch, this_machine
 from steelyard.tasks import PlannedNode
 
 NOT_IN_DIGEST = {"device", "reader", "agreement", "target", "load_format", "tp", "ep", "moe_tp"}
@@ -180,7 +180,7 @@ def _plan(
     found = [parts for node in blueprint.nodes if node.stem not in aliased and (parts := finder.find(node))]
     matcher.report_unread_parts()
     backends, unusable = _backends(options, registry)
-    segmenter = Segmenter(backends, options, job, target, dtype, here=target == here)
+    segmenter = Segmenter(backends, options, job, target, dtype, here=target == here and has_torch())
     nodes = tuple(PlannedNode(parts.node, segmenter.class_of(parts), parts.units) for parts in found)
     reasons, unexpected = _leftovers(matcher, names.drops(config), strict=options.strict)
 

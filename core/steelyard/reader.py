@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
 from types import TracebackType
@@ -30,7 +31,7 @@ WAYS = ("mmap", "pread")
 PAGE = mmap.PAGESIZE
 
 
-class SafetensorsReader:
+class SafetensorsReader(ABC):
     """What both ways share: files opened once, checked to be those whose headers were planned, closed on exit.
 
     They are looked at again when the reader is left without an error, so that a file that was written to meanwhile is
@@ -52,13 +53,13 @@ class SafetensorsReader:
         if kind is None:
             self._require_unchanged()
 
+    @abstractmethod
     def close(self) -> None:
         """Give back every handle."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, read: Read) -> torch.Tensor:
         """Return the piece that a read's cut takes, as stored."""
-        raise NotImplementedError
 
     def _open(self, read: Read) -> int:
         """Return a descriptor of a read's shard; raise LoadError if it is no longer the file that was planned."""

@@ -15,6 +15,11 @@ CPU = "cpu"
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
+def has_torch() -> bool:
+    """Return whether torch is installed, so that what is planned could be loaded here; it is not imported."""
+    return find_spec("torch") is not None
+
+
 def this_machine(device: str | None = None) -> str:
     """Return the target of this machine: ``"sm_90"``, ``"gfx942"`` or ``"cpu"``.
 
@@ -23,7 +28,7 @@ def this_machine(device: str | None = None) -> str:
     """
     if device is not None and device.partition(":")[0] == CPU:
         return CPU
-    if find_spec("torch") is None:
+    if not has_torch():
         return CPU
     return _cuda() or _rocm(KFD_NODES) or CPU
 

@@ -45,7 +45,7 @@ def test_parameters_on_the_device_are_the_bits_of_the_file(folder, reader):
 
 
 def test_hidden_states_on_the_device_equal_the_cpus(folder):
-    """B-07 on an accelerator, float32."""
+    """X-24: B-07 on an accelerator, float32."""
     ids = torch.arange(1, 41).reshape(2, 20)
     with torch.inference_mode():
         here = steelyard.load(folder, device="cpu").module(ids).last_hidden_state

@@ -50,7 +50,7 @@ def test_ranks_that_agree_load_without_delay(rank_pool, world):
 
 
 def test_one_rank_that_cannot_sends_all_to_the_same_method(rank_pool):
-    """L-06: `fastsafetensors` importable on rank 0 only, `auto`: both take scratch, in less than 30 s."""
+    """L-06, R168: `fastsafetensors` importable on rank 0 only, `auto`: both take scratch, in less than 30 s."""
     found = rank_pool.values(f"{HERE}:choose_method", 2, (0, 30.0), timeout=30)
     assert [method for method, _ in found] == ["scratch", "scratch"]
 
@@ -136,7 +136,7 @@ def test_an_interrupted_rank_is_named_by_the_others_and_stays_interrupted(rank_p
 
 @pytest.mark.parametrize("where", ["start", "reading"])
 def test_a_killed_rank_is_named_within_the_bound(rank_pool, where):
-    """L-07, O-04: SIGKILL on rank 1 of 3, at the first stage and while all read."""
+    """L-07, R170, O-04: SIGKILL on rank 1 of 3, at the first stage and while all read."""
     bound = 3.0
     first, died, last = rank_pool.run(f"{HERE}:dies", 3, (1, where, bound), timeout=LIMIT)
     assert (died.kind, died.text.splitlines()[0]) == ("Died", "signal SIGKILL")
@@ -162,7 +162,7 @@ def test_the_loss_of_the_stores_host_is_the_loss_of_rank_0(rank_pool, where):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_rank_is_named_within_the_bound(rank_pool, who):
-    """O-03: a machine that hangs closes no connection; the store's host included."""
+    """R170, O-03: a machine that hangs closes no connection; the store's host included."""
     bound = 2.0
     outcomes = rank_pool.run(f"{HERE}:stops", 2, (who, 2.5, bound), timeout=LIMIT)
     text, seconds = outcomes[1 - who].value
@@ -179,7 +179,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on_when_it_is_woken(rank_pool, wh
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stuck_rank_is_named(rank_pool, who):
-    """O-03: it lives and its heart beats, but it never comes to the stage at which the other waits."""
+    """R170, O-03: it lives and its heart beats, but it never comes to the stage at which the other waits."""
     outcomes = rank_pool.run(f"{HERE}:stuck", 2, (who, "start", 2.0), timeout=LIMIT)
     assert {item.text for item in outcomes} == {f"rank {who}: did not answer within 2 s at 'plan'"}
     assert 2 <= outcomes[1 - who].seconds < 3

@@ -88,7 +88,7 @@ def ask(site, *words):
 
 
 def test_an_installed_wheel_is_listed_without_an_import_and_resolved_on_demand(tmp_path):
-    """M-01, M-02, M-19: no core file changes, nested modules included."""
+    """M-01, M-02, M-19, X-02: no core file changes, nested modules included."""
     site = build_and_install(tmp_path, ">=0.1,<9")
     assert json.loads(ask(site, "-c", ASK)) == [
         True,

@@ -136,7 +136,7 @@ def test_safetensors_are_preferred_over_pickles(tmp_path):
 
 
 def test_only_the_exact_suffix_makes_a_file_of_weights(tmp_path):
-    """R149: names that contain the word are left alone; the .bin is refused clearly."""
+    """R140, R149: names that contain the word are left alone; the .bin is refused clearly."""
     write_config(tmp_path, TOY_D_CONFIG)
     names = ["notes_safetensors.json", "model.safetensors.bak", "._model.safetensors", "model.safetensors.lock"]
     for name in [*names, "pytorch_model.bin"]:

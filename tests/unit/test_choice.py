@@ -61,7 +61,7 @@ def test_a_name_of_the_user_that_is_not_installed_is_an_error():
 
 
 def test_the_first_that_says_yes_is_taken_and_the_refusals_before_it_are_kept():
-    """M-22: A says no, B yes, C is not asked."""
+    """M-22, X-24: A says no, B yes, C is not asked."""
     a, b, c = backend("a", refuses="needs a group of 64"), backend("b"), backend("c")
     choice = choose(made(a, b, c), FP8, locals_of(), "sm_90")
     assert choice == Choice("b", Form("b"), (("a", "needs a group of 64"),))
@@ -69,7 +69,7 @@ def test_the_first_that_says_yes_is_taken_and_the_refusals_before_it_are_kept():
 
 
 def test_where_all_say_no_every_reason_is_in_the_error():
-    """M-22: each candidate and why, in the order asked."""
+    """M-22, X-24: each candidate and why, in the order asked."""
     classes = (
         backend("a", targets=("gfx942",)),
         backend("b", missing="its library is not built; pip install b"),

@@ -119,7 +119,7 @@ def test_every_rank_holds_its_slice(tmp_path, way, tp):
 
 
 def test_quantized_parts_are_prepared_together(tmp_path):
-    """Scales one a part, the index once, the largest input scale: what `prepare` is given."""
+    """X-02: from the config's quantization to the kernel, nothing mocked. Scales one a part, the index once, the largest input scale: what `prepare` is given."""
     tensors = toy_tensors()
     built = executed(plan_toy(tmp_path, tensors, QKV, config=QUANTIZED))[0].built["qkv"]
     assert kernel_of(built).weight.tolist() == expected_rows(tensors).tolist()

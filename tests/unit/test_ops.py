@@ -38,6 +38,7 @@ def test_gelu_is_the_exact_form():
 
 
 def test_an_unknown_activation_lists_the_known_ones():
+    """M-18: activations."""
     with pytest.raises(ConfigError) as caught:
         ops.activation("quick_gelu")
     assert str(caught.value) == (

@@ -183,7 +183,7 @@ def test_a_backend_that_cannot_be_imported_is_a_note_unless_the_user_names_it(tm
 
 
 def test_an_unknown_quantization_lists_the_known_ones_before_anything_is_read(tmp_path):
-    """R059: a method without a plugin is never taken for unquantized."""
+    """M-18, R059: a method without a plugin is never taken for unquantized."""
     hollow_d(tmp_path, config={"quantization_config": {"quant_method": "torchao"}})
     with pytest.raises(UnknownPlugin) as caught:
         planned(tmp_path)

@@ -3,6 +3,8 @@ import logging
 import multiprocessing
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from textwrap import dedent
+from threading import Barrier
 
 import pytest
 
@@ -126,12 +128,32 @@ def test_one_plugin_is_asked_once_for_a_kind(root):
 
 
 def test_sixteen_threads_at_once_get_one_class_from_one_call(root):
-    """M-08."""
-    module = install(root, "bert", ["bert"])
-    registry = registry_of(root)
+    """M-08: the hook takes a while, so that all of them ask before it answers."""
+    waiting = "import time\n" + dedent(PLUGIN.format(name="Toy", keys=("bert",), hook="steelyard_models"))
+    source = waiting.replace("    return", "    time.sleep(0.2)\n    return")
+    module = install(root, "bert", ["bert"], source=source)
+    registry, start = registry_of(root), Barrier(16)
+
+    def ask(_):
+        start.wait(timeout=60)
+        return registry["model"]["bert"]
+
     with ThreadPoolExecutor(16) as threads:
-        classes = list(threads.map(lambda _: registry["model"]["bert"], range(64)))
+        classes = list(threads.map(ask, range(16)))
     assert len(set(classes)) == 1
+    assert sys.modules[module].CALLS == ["steelyard_models"]
+
+
+def test_a_registry_with_further_options_asks_no_plugin_again(root):
+    """M-08: what is resolved or added by hand is shared with it."""
+    module = install(root, "bert", ["bert"])
+    registry, mine = registry_of(root), by_hand("Mine", "mine")
+    registry.add("model", mine)
+    found = registry["model"]["bert"]
+    assert registry.under(prefer={}, strict_plugins=False) is registry
+    other = registry.under(prefer={"model": {"bert": "bert"}}, strict_plugins=True)
+    assert other["model"]["bert"] is found
+    assert other["model"]["mine"] is mine
     assert sys.modules[module].CALLS == ["steelyard_models"]
 
 
@@ -262,6 +284,34 @@ def test_a_hook_that_fails_once_is_called_again(root):
     install(root, "shaky", ["toy"], source=source)
     registry = registry_of(root)
     with pytest.raises(BrokenPlugin):
+        registry["model"]["toy"]
+    assert registry["model"]["toy"].keys == ("toy",)
+
+
+def test_a_hook_that_breaks_its_promise_once_is_called_again(root):
+    """M-08, R178: an answer that was refused is not kept."""
+    source = """
+        from steelyard.hookspecs import hookimpl
+
+        TRIES = []
+
+
+        class Toy:
+            keys = ("toy",)
+
+
+        class Other:
+            keys = ("other",)
+
+
+        @hookimpl
+        def steelyard_models():
+            TRIES.append(1)
+            return [Other] if len(TRIES) == 1 else [Toy]
+    """
+    install(root, "late", ["toy"], source=source)
+    registry = registry_of(root)
+    with pytest.raises(BrokenPlugin, match="declares 'toy', but its classes have the keys: other$"):
         registry["model"]["toy"]
     assert registry["model"]["toy"].keys == ("toy",)
 

@@ -148,7 +148,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("changes", "text"), REFUSED.values(), ids=REFUSED)
 def test_a_value_that_cannot_be_met_is_refused_by_key_and_value(changes, text, small):
-    """B-09 among them: a table too small for any token."""
+    """M-18, B-09: an activation lists the known ones; a table too small for any token."""
     with pytest.raises(ConfigError) as caught:
         BertFamily().blueprint(small | changes)
     assert str(caught.value) == text
