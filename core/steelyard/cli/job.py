@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ def job() -> Iterator[bool]:
     import torch
     from torch import distributed
 
+    gc.enable()  # a model runs from here on; see `steelyard.cli.main`
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
