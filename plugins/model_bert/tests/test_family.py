@@ -198,3 +198,10 @@ def test_more_ranks_than_the_heads_allow_are_refused(tmp_path, small, tensors_of
         "encoder.layer.0.attention.qkv: 12 query heads do not divide by tp 8 (q_heads=12, kv_heads=12, tp=8); "
         "tp sizes that fit: 1, 2, 3, 4, 6, 12"
     ]
+
+
+def test_a_number_of_layers_that_no_encoder_has_is_refused_before_nodes_are_made(small):
+    """X-22: a damaged count must not fill memory."""
+    with pytest.raises(ConfigError) as caught:
+        BertFamily().blueprint(small | {"num_hidden_layers": 10**9})
+    assert str(caught.value) == "num_hidden_layers=1000000000 is past the 4096 that any encoder has; it is damaged"

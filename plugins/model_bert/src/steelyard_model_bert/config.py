@@ -48,6 +48,10 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 """Published names of activations and core's; three of them write one formula, the tanh form of GELU, differently."""
 
 
+MOST_LAYERS: Final = 4096
+"""A config that states more would only fill memory with nodes that no file holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """An encoder's sizes and choices.
@@ -121,6 +125,10 @@ def read_config(config: Config) -> EncoderConfig:
         pad=_size(config, "pad_token_id", smallest=0, default=1) if style == "roberta" else 0,
         has_pooler=not WITHOUT_POOLER.intersection(_architectures(config)),
     )
+    if read.layers > MOST_LAYERS:
+        raise ConfigError(
+            f"num_hidden_layers={read.layers} is past the {MOST_LAYERS} that any encoder has; it is damaged"
+        )
     if read.max_positions < 1:
         raise ConfigError(
             f"max_position_embeddings={read.positions} leaves no position for a token: with pad_token_id={read.pad} "
