@@ -44,7 +44,7 @@ class SentenceEncoder:
         model: A loaded encoder.
         settings: How hidden states become one vector.
     Raises:
-        CheckpointError: the folder has no ``tokenizer.json``.
+        CheckpointError: the folder has no ``tokenizer.json``, or one of another model.
         ConfigError: the model is not an encoder.
     """
 
@@ -56,7 +56,14 @@ class SentenceEncoder:
             raise ConfigError(f"{model.plan.family_key} is not an encoder of texts: it states no max_positions")
         self.max_tokens = min(settings.max_tokens or limit, limit)
         self._device = next(iter(model.module.parameters())).device
-        self._tokenizer = read_tokenizer(settings.folder, self.max_tokens, model.plan.config.get("pad_token_id"))
+        config = model.plan.config
+        self._tokenizer = read_tokenizer(settings.folder, self.max_tokens, config.get("pad_token_id"))
+        highest, rows = max(self._tokenizer.get_vocab().values(), default=0), config.get("vocab_size")
+        if isinstance(rows, int) and highest >= rows:
+            raise CheckpointError(
+                f"{settings.folder}: tokenizer.json has the id {highest}, and the config's vocab_size is {rows}; "
+                "the two files belong to different models"
+            )
 
     def encode(self, texts: Sequence[str], *, batch_size: int = 32) -> torch.Tensor:
         """Return one vector a text, in the order given.
@@ -89,7 +96,7 @@ class SentenceEncoder:
             return (ops.normalize(vectors) if self.settings.normalize else vectors).cpu()
 
 
-def read_tokenizer(folder: Path, max_tokens: int, pad_id: int | None) -> Tokenizer:
+def read_tokenizer(folder: Path, max_tokens: int, pad_id: object) -> Tokenizer:
     """Return a folder's tokenizer, cutting at ``max_tokens`` and padding to the longest text of a batch.
 
     A ``tokenizer.json`` often has the truncation and padding of its last use baked in; both are replaced.
@@ -116,6 +123,8 @@ def read_tokenizer(folder: Path, max_tokens: int, pad_id: int | None) -> Tokeniz
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the package raises bare Exception for every unreadable file
         raise CheckpointError(f"{file}: {error}") from error
+    if pad_id is not None and (not isinstance(pad_id, int) or isinstance(pad_id, bool) or pad_id < 0):
+        raise CheckpointError(f"{folder}: the config's pad_token_id={pad_id!r} is no token's id")
     special = tokenizer.num_special_tokens_to_add(is_pair=False)
     if max_tokens <= special:
         raise CheckpointError(

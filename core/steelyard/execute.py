@@ -6,7 +6,8 @@ prepared when the last one is in, so beside the weights only the open Segments a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,7 +18,7 @@ from steelyard.blueprint import AttentionState, Embedding, Experts, Linear, Node
 from steelyard.checks import violated
 from steelyard.collectives import Group
 from steelyard.dtypes import FLOATS, nbytes
-from steelyard.errors import CapabilityError, LoadError
+from steelyard.errors import CapabilityError, LoadError, SteelyardError
 from steelyard.layers import BuiltSegment, DenseLinear, State, Weight, share_weight, weight_of
 from steelyard.layers import Embedding as EmbeddingLayer
 from steelyard.layers import Linear as LinearLayer
@@ -79,6 +80,17 @@ def overlapping(regions: Sequence[Region]) -> Region | None:
                 return region
         beside.append(region)
     return None
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Turn what a plugin's code raises into a LoadError that names it; errors that are meant for the user pass."""
+    try:
+        yield
+    except SteelyardError:
+        raise
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise LoadError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 class _Open:
@@ -209,11 +221,12 @@ class Executor:
         self._check(piece, read, segment.task, checks)
         moved = words(piece, read.dtype) if piece.device != self._device else piece
         moved = moved.to(self._device).view(piece.dtype)
-        if read.dtype in ("F32", "BF16") and segment.codes[read.buffer] == "F16":
-            lost = int((torch.isinf(moved.to(torch.float16)) & ~torch.isinf(moved)).sum())
+        kept = segment.codes[read.buffer]
+        if kept in ("F16", "BF16") and read.dtype != kept and read.dtype in FLOATS:
+            lost = int((torch.isinf(moved.to(TORCH_DTYPES[kept])) & ~torch.isinf(moved)).sum())
             if lost:
                 self._problems.append(
-                    f"{read.name} ({self._file(read)}): {lost} of {moved.numel()} values are too large for F16"
+                    f"{read.name} ({self._file(read)}): {lost} of {moved.numel()} values are too large for {kept}"
                 )
         segment.write(read.buffer, read.region, _finished(moved, read), read.dtype)
 
@@ -252,8 +265,10 @@ class Executor:
         method = self._plan.methods[task.method]
         bias = stored.pop("bias", None)
         local = task.on_rank.local
-        weights = method.prepare(stored, task.segment.scheme, local, choice.form)
-        kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
+        with blamed(f"{task.stem}: quant method {task.method}"):
+            weights = method.prepare(stored, task.segment.scheme, local, choice.form)
+        with blamed(f"{task.stem}: kernel backend {choice.backend}"):
+            kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
         if not isinstance(kernel, nn.Module):
             raise LoadError(
                 f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module"

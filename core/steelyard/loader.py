@@ -17,7 +17,7 @@ from steelyard.agree import Agreement, Verdict
 from steelyard.collectives import Group, current_ranks, is_initialized, tensor_parallel_group
 from steelyard.config import LoadConfig, resolve
 from steelyard.errors import CapabilityError, ConfigError, LoadError
-from steelyard.execute import Executed, Executor
+from steelyard.execute import Executed, Executor, blamed
 from steelyard.loadplan import LoadPlan
 from steelyard.planning import plan_for
 from steelyard.ranks import Ranks
@@ -159,7 +159,9 @@ def _execute(
         executed = executor.run()
         read = reader.bytes_read
     built = Built(executed.built)
-    module = made.family.module(made.config, built)
+    offer = made.offers["model", made.family_key]
+    with blamed(f"{made.family_key}: the model of {offer.distribution} {offer.version}".rstrip()):
+        module = made.family.module(made.config, built)
     if not isinstance(module, nn.Module):
         raise LoadError(f"{made.family_key}: the family's model is a {type(module).__name__}, not an nn.Module")
     built.check()

@@ -117,12 +117,16 @@ def padding_mask(attention_mask: Tensor) -> Tensor:
 
     A text that is all padding attends to all of it, so that its rows, which nobody reads, are numbers and not NaN.
 
+    Raises:
+        ConfigError: the mask is of floats, which some add to scores (0 keeps, -inf masks) and some multiply with.
     Shapes:
         (B, T) of 1 and 0 -> (B, 1, 1, T), bool
 
     >>> padding_mask(torch.tensor([[1, 0], [0, 0]]))[:, 0, 0].tolist()
     [[True, False], [True, True]]
     """
+    if attention_mask.is_floating_point():
+        raise ConfigError(f"an attention mask is 1 and 0 in whole numbers or bools, not {attention_mask.dtype}")
     kept = attention_mask.bool()
     return (kept | ~kept.any(-1, keepdim=True))[:, None, None, :]
 

@@ -127,6 +127,9 @@ class PartFinder:
         else:
             if _is_optional(node) and not self._is_stored(node):
                 self.skipped.append(node.stem)
+                self._add(
+                    "missing", "note", node.stem, f"{node.stem} is optional and not stored; the model does without it"
+                )
                 return None
             shape = self._shape(node)
             for name in _parts(node):
@@ -198,9 +201,15 @@ class PartFinder:
     ) -> Unit | None:
         scheme = self._scheme(node, sources)
         layouts = self._layouts_of(scheme, shape, linear, experts=experts is not None)
-        if self.options.allow_missing and self.matcher.absent(layouts, sources) and self._may_miss(stem, sources):
-            layouts = self._filled(layouts, f"{stem} {part}".strip())
-        return self.matcher.match(linear, shape, part, scheme, layouts, sources, stem=stem, experts=experts)
+        what = f"{stem} {part}".strip()
+        allowed = self.options.allow_missing and self.matcher.absent(layouts, sources) and self._may_miss(stem, sources)
+        if allowed:
+            layouts = self._filled(layouts, what)
+        unit = self.matcher.match(linear, shape, part, scheme, layouts, sources, stem=stem, experts=experts)
+        if unit is not None and None in unit.entries and not allowed:
+            filled = [f"{one.tensor.name or 'value'} = {one.fill.value:g}" for one in unit.cls.tensors if one.fill]
+            self._add("missing", "note", what, f"{what} is not stored in full; it is filled: {', '.join(filled)}")
+        return unit
 
     def _may_miss(self, stem: str, sources: Sequence[Source]) -> bool:
         names = [stem, *(name for source in sources for name in (source.path, f"{source.path}.weight"))]

@@ -30,7 +30,7 @@ from steelyard.ranks import Ranks
 from steelyard.registry import Registry, default_registry
 from steelyard.segmenting import Segmenter
 from steelyard.steps import Alias, AliasIfEqual
-from steelyard.target import has_torch, this_machine
+from steelyard.target import check_target, has_torch, this_machine
 from steelyard.tasks import PlannedNode
 
 NOT_IN_DIGEST = {"device", "reader", "agreement", "target", "load_format", "tp", "ep", "moe_tp"}
@@ -166,7 +166,7 @@ def _plan(
     here: str,
 ) -> LoadPlan:
     options, config = effective.config, checkpoint.config
-    target = options.target or here
+    target = check_target(options.target or here)
     dtype = checkpoint.dtype_hint() if options.dtype == "auto" else CONFIG_DTYPES[options.dtype]
     publishers = _publishers(config, registry)
     quantization = find_quantization(checkpoint, registry)
@@ -185,6 +185,7 @@ def _plan(
     reasons, unexpected = _leftovers(matcher, names.drops(config), strict=options.strict)
 
     findings = [*matcher.findings, *finder.findings, *unexpected, *_unlike(ties, blueprint.nodes, job, options)]
+    findings += _stated_dtype(options, config, dtype)
     findings += segmenter.findings(Counter(one.cls for one in nodes))
     findings += quantization[1].findings() if quantization else ()
     findings += unusable
@@ -216,6 +217,15 @@ def _plan(
         offers=offers,
         digest=_digest(checkpoint, job, target, dtype, effective, offers.values(), nodes),
     )
+
+
+def _stated_dtype(options: LoadConfig, config: Config, dtype: str) -> list[Finding]:
+    """Return a note if the config states a dtype that no model is loaded in, so that the file's was taken."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if options.dtype != "auto" or not isinstance(stated, str) or stated in (*CONFIG_DTYPES, "auto"):
+        return []
+    text = f"config.json states dtype {stated}, which models are not loaded in; {dtype}, as stored, is taken"
+    return [Finding("config", "note", "config.json", text)]
 
 
 def _blueprint(family: ModelFamily, key: str, config: Config) -> Blueprint:

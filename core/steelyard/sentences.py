@@ -66,6 +66,7 @@ def sentence_settings(path: str | PathLike[str]) -> SentenceSettings:
     if not modules_file.is_file():
         tokens, lower = _length(root)
         return SentenceSettings(root, max_tokens=tokens, lower=lower)
+    _refuse_prompts(root / "config_sentence_transformers.json")
     modules = read_json(modules_file).content
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
         raise BadConfig(str(modules_file), "is not a list of modules")
@@ -92,6 +93,15 @@ def _kind(module: Mapping[str, Any], where: Path) -> str:
             f"names the module {kind!r}; this version computes those of sentence_transformers called {', '.join(_CHAIN)}",
         )
     return name
+
+
+def _refuse_prompts(file: Path) -> None:
+    """Raise BadConfig if texts have a prompt put in front of them by default, which this version does not do."""
+    config = read_json(file).content if file.is_file() else {}
+    if isinstance(config, dict) and config.get("default_prompt_name"):
+        raise BadConfig(
+            str(file), f"puts the prompt {config['default_prompt_name']!r} before every text; this version does not"
+        )
 
 
 def _inside(root: Path, path: object, where: Path) -> Path:

@@ -8,11 +8,25 @@ Source:
 from __future__ import annotations
 
 import ctypes
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from steelyard.errors import ConfigError
+
 CPU = "cpu"
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def check_target(target: str) -> str:
+    """Return a target; raise ConfigError if its form is none that a backend could serve.
+
+    >>> check_target("sm_90")
+    'sm_90'
+    """
+    if not re.fullmatch(r"cpu|sm_[0-9]{2,3}[a-z]?|gfx[0-9a-f]{3,}", target):
+        raise ConfigError(f"target={target!r} is none; targets are cpu, sm_90, gfx942 and their like")
+    return target
 
 
 def has_torch() -> bool:

@@ -248,3 +248,15 @@ def test_a_real_encoder_is_used_as_its_folder_says(tmp_path):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
     states = model.module(torch.tensor([ids_of(*"abc")])).last_hidden_state[0, 0]
     torch.testing.assert_close(together[0], states / states.norm(), atol=1e-5, rtol=0)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    """An id past the vocabulary would fail at the first text that has it."""
+    with pytest.raises(CheckpointError, match="the two files belong to different models$"):
+        encoder_of(write_tokenizer(tmp_path), config={"vocab_size": 2})
+
+
+@pytest.mark.parametrize("pad", ["0", -1, True], ids=repr)
+def test_a_padding_id_that_is_none_is_refused(tmp_path, pad):
+    with pytest.raises(CheckpointError, match="is no token's id$"):
+        read_tokenizer(write_tokenizer(tmp_path, padding=False), 8, pad)

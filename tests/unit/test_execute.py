@@ -231,6 +231,19 @@ def test_values_too_large_for_float16_are_an_error(tmp_path, stored):
     )
 
 
+def test_values_too_large_for_bfloat16_are_an_error(tmp_path):
+    """L-31: F32 reaches a little further than BF16 rounds."""
+    largest = np.finfo(np.float32).max
+    plan = plan_toy(
+        tmp_path,
+        {"norm.weight": np.array([1, largest, -1, 0], np.float32)},
+        Norm("norm", 4),
+        options=LoadConfig(dtype="bfloat16"),
+    )
+    with pytest.raises(LoadError, match=r"norm\.weight .*: 1 of 4 values are too large for BF16$"):
+        executed(plan)
+
+
 # --- exactly once ------------------------------------------------------------------------------------------------
 
 

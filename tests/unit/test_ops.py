@@ -209,3 +209,11 @@ def test_normalised_vectors_have_length_one(rng):
     got = ops.normalize(x)
     torch.testing.assert_close(got, x / x.square().sum(-1, keepdim=True).sqrt())
     assert ops.normalize(torch.zeros(1, 3)).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_mask_of_floats_is_refused():
+    """X-13: 0 and -inf, added to scores, would be read the other way round."""
+    with pytest.raises(
+        ConfigError, match="^an attention mask is 1 and 0 in whole numbers or bools, not torch.float32$"
+    ):
+        ops.padding_mask(torch.tensor([[0.0, float("-inf")]]))

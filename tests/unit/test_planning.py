@@ -575,3 +575,12 @@ def test_an_optional_node_that_is_not_stored_is_left_out_and_named(tmp_path):
     head = Linear("score", 256, (Part("", 2),), Placement.REPLICATED, absent="skip")
     made = plan_of(tmp_path, {"norm.weight": ("BF16", (256,))}, Norm("norm", 256), head, config=TOY).check()
     assert made.skipped == ("score",)
+
+
+def test_a_dtype_that_models_are_not_loaded_in_is_a_note(tmp_path):
+    """R157: what the config states and what was taken."""
+    hollow_d(tmp_path, torch_dtype="float64")
+    made = planned(tmp_path).check()
+    assert [finding.text for finding in made.findings] == [
+        f"config.json states dtype float64, which models are not loaded in; {made.dtype}, as stored, is taken"
+    ]

@@ -191,3 +191,14 @@ def test_a_length_file_that_is_no_object_is_an_error(tmp_path):
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(CheckpointError):
         sentence_settings(tmp_path / "nowhere")
+
+
+def test_a_default_prompt_is_refused_and_not_passed_over(tmp_path):
+    """A vector without the prompt would be another text's."""
+    folder = folder_of(tmp_path)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q: "}}))
+    assert sentence_settings(folder).normalize
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"default_prompt_name": "query"}))
+    assert refusal(folder) == (
+        "config_sentence_transformers.json: puts the prompt 'query' before every text; this version does not"
+    )

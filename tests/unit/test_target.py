@@ -5,8 +5,9 @@ import ctypes
 import pytest
 
 import steelyard.target
+from steelyard.errors import ConfigError
 from steelyard.planning import plan
-from steelyard.target import CPU, gfx_name, this_machine
+from steelyard.target import CPU, check_target, gfx_name, this_machine
 from support.families import ToyDense
 from support.planned import hollow_d, registry_of
 
@@ -127,3 +128,16 @@ def test_a_plan_without_a_target_is_for_this_machine(machine, tmp_path):
     assert plan(tmp_path / "model", registry=registry_of(ToyDense)).target == "sm_90"
     machine(torch=False)
     assert plan(tmp_path / "model", registry=registry_of(ToyDense)).target == CPU
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90", "sm_100a", "gfx942", "gfx90a"])
+def test_a_target_that_a_backend_could_serve_passes(target):
+    assert check_target(target) == target
+
+
+@pytest.mark.parametrize("target", ["zzz", "sm90", "cuda", "gfx", "sm_90 ", ""])
+def test_a_target_of_no_known_form_is_refused(target):
+    """M-18."""
+    with pytest.raises(ConfigError) as caught:
+        check_target(target)
+    assert str(caught.value) == f"target={target!r} is none; targets are cpu, sm_90, gfx942 and their like"

@@ -39,7 +39,9 @@ def embed(
         raise typer.BadParameter("give at least one text, or --file")
     config = config_of({"device": device, "dtype": dtype})
 
-    from steelyard.cli.job import job
+    from steelyard.cli.job import job, require_torch
+
+    require_torch()
     from steelyard.embedding import SentenceEncoder
     from steelyard.loader import load
     from steelyard.sentences import sentence_settings

@@ -8,6 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def require_torch() -> None:
+    """Raise CapabilityError, which says what to install, before anything that needs torch is imported."""
+    from steelyard.errors import CapabilityError
+    from steelyard.target import has_torch
+
+    if not has_torch():
+        raise CapabilityError("load a model", {"torch": "is not installed; pip install 'steelyard[torch]'"})
+
+
 @contextmanager
 def job() -> Iterator[bool]:
     """Join the job that ``torchrun`` started, if it did, for as long as the command runs.

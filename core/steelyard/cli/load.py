@@ -26,7 +26,9 @@ def load(
 ) -> None:
     """Load a checkpoint and print the report; under torchrun, on every rank, and rank 0 prints."""
     config = config_of({"device": device, "dtype": dtype, "reader": reader})
-    from steelyard.cli.job import job
+    from steelyard.cli.job import job, require_torch
+
+    require_torch()
     from steelyard.loader import load as load_checkpoint
 
     with job() as prints:

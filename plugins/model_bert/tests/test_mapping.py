@@ -212,6 +212,9 @@ def test_a_missing_token_type_table_is_zeros(planned):
     tensors = toy_b_tensors()
     del tensors["embeddings.token_type_embeddings.weight"]
     plan = planned(tensors, tp=2)
+    assert [finding.text for finding in plan.findings] == [
+        "embeddings.token_type_embeddings is not stored in full; it is filled: weight = 0"
+    ]
     table = filled(plan, tensors, rank=1)["embeddings.token_type_embeddings", "weight"]
     assert table.shape == (2, 32)
     assert not table.any()
