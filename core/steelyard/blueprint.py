@@ -74,7 +74,7 @@ class Linear:
     parts: tuple[Part, ...]
     placement: Placement
     bias: bool = False
-    absent: Absent = "error"
+    absent: Literal["error", "skip"] = "error"
     dtype: str | None = None
     layer: int | None = None
 
@@ -207,12 +207,3 @@ class Blueprint:
         for tie in self.ties:
             if tie.target not in seen or tie.source not in seen:
                 raise ValueError(f"blueprint: tie {tie.target!r} -> {tie.source!r} names a node that does not exist")
-
-
-def class_of(node: Node) -> str:
-    """Return the node's class name, as quantization configs' targets know it.
-
-    >>> class_of(Norm("n", 4))
-    'Norm'
-    """
-    return type(node).__name__

@@ -14,7 +14,7 @@ REFERENCE = "torch"
 """The backend that computes everything, slowly; always the last to be asked."""
 
 PREFERRED: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("fp8", "sm_90"): ("deepgemm", "triton_fp8"),
+    ("fp8", "sm_90"): ("deepgemm",),
     ("fp8", "gfx942"): ("aiter",),
     ("int4", "gfx942"): ("aiter",),
 }

@@ -221,14 +221,15 @@ class Executor:
         self._check(piece, read, segment.task, checks)
         moved = words(piece, read.dtype) if piece.device != self._device else piece
         moved = moved.to(self._device).view(piece.dtype)
-        kept = segment.codes[read.buffer]
-        if kept in ("F16", "BF16") and read.dtype != kept and read.dtype in FLOATS:
-            lost = int((torch.isinf(moved.to(TORCH_DTYPES[kept])) & ~torch.isinf(moved)).sum())
+        code, kept = read.dtype, segment.codes[read.buffer]
+        if kept in ("F16", "BF16") and code != kept and code in FLOATS:
+            wide, moved, code = moved, moved.to(TORCH_DTYPES[kept]), kept
+            lost = int((torch.isinf(moved) & ~torch.isinf(wide)).sum())
             if lost:
                 self._problems.append(
                     f"{read.name} ({self._file(read)}): {lost} of {moved.numel()} values are too large for {kept}"
                 )
-        segment.write(read.buffer, read.region, _finished(moved, read), read.dtype)
+        segment.write(read.buffer, read.region, _finished(moved, read, code), code)
 
     def _check(self, piece: torch.Tensor, read: Read, task: SegmentTask, checks: Iterable[Check]) -> None:
         scheme = task.segment.units[0].scheme  # as stored; the Segment's own may be on a finer grid
@@ -248,7 +249,7 @@ class Executor:
         stored = segment.complete()
         for check in task.checks:
             if check.equal_to is not None:
-                mine = _finished(self._reader.read(check.read).to(self._device), check.read)
+                mine = _finished(self._reader.read(check.read).to(self._device), check.read, check.read.dtype)
                 theirs = region_of(segment.buffers[check.read.buffer], check.read.region, check.read.dtype)
                 code = check.read.dtype
                 if not torch.equal(words(mine, code).reshape(theirs.shape), words(theirs, code)):
@@ -289,7 +290,8 @@ class Executor:
             case Embedding():
                 scheme = task.segment.scheme
                 to = TORCH_DTYPES[task.segment.param_dtype]
-                weight = self._plan.methods[task.method].dequantize(stored, scheme, local, to)
+                with blamed(f"{task.stem}: quant method {task.method}"):
+                    weight = self._plan.methods[task.method].dequantize(stored, scheme, local, to)
                 return EmbeddingLayer(node, local, weight, self._group)
             case Norm():
                 return NormLayer(node, stored["weight"], stored.get("bias"))
@@ -348,9 +350,9 @@ def _filled(task: SegmentTask, device: torch.device) -> _Open:
     return segment
 
 
-def _finished(piece: torch.Tensor, read: Read) -> torch.Tensor:
-    """Refine and swap a piece as integers, so that dtypes without kernels pass too."""
-    return finish(words(piece, read.dtype), read.cut, read.swap).view(piece.dtype)
+def _finished(piece: torch.Tensor, read: Read, code: str) -> torch.Tensor:
+    """Refine and swap a piece, by now of dtype ``code``, as integers, so that dtypes without kernels pass too."""
+    return finish(words(piece, code), read.cut, read.swap).view(piece.dtype)
 
 
 def _in_file_order(read: Read) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from steelyard.blueprint import Blueprint, Node
 from steelyard.findings import Finding
@@ -167,7 +167,6 @@ class QuantMethod(Protocol):
         ...
 
 
-@runtime_checkable
 class LinearKernel(Protocol):
     """A matrix product with weights packed inside; an ``nn.Module``, so that its tensors move with the model."""
 

@@ -132,28 +132,33 @@ def e4m3(array):
     return codes | np.where(np.signbit(array), 0x80, 0).astype(np.uint8)
 
 
-def toy_d_shapes(layers=LAYERS):
-    """Return the names and shapes of TOY-D, sorted by name."""
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
-    }
-    for layer in range(layers):
+def dense_shapes(config):
+    """Return the names and shapes of a dense Llama of any size, sorted by name."""
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    for layer in range(config["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
         shapes |= {
-            f"{stem}input_layernorm.weight": (HIDDEN,),
-            f"{stem}post_attention_layernorm.weight": (HIDDEN,),
-            f"{stem}self_attn.q_proj.weight": (q, HIDDEN),
-            f"{stem}self_attn.k_proj.weight": (kv, HIDDEN),
-            f"{stem}self_attn.v_proj.weight": (kv, HIDDEN),
-            f"{stem}self_attn.o_proj.weight": (HIDDEN, q),
-            f"{stem}mlp.gate_proj.weight": (INTER, HIDDEN),
-            f"{stem}mlp.up_proj.weight": (INTER, HIDDEN),
-            f"{stem}mlp.down_proj.weight": (HIDDEN, INTER),
+            f"{stem}input_layernorm.weight": (hidden,),
+            f"{stem}post_attention_layernorm.weight": (hidden,),
+            f"{stem}self_attn.q_proj.weight": (q, hidden),
+            f"{stem}self_attn.k_proj.weight": (kv, hidden),
+            f"{stem}self_attn.v_proj.weight": (kv, hidden),
+            f"{stem}self_attn.o_proj.weight": (hidden, q),
+            f"{stem}mlp.gate_proj.weight": (inner, hidden),
+            f"{stem}mlp.up_proj.weight": (inner, hidden),
+            f"{stem}mlp.down_proj.weight": (hidden, inner),
         }
     return dict(sorted(shapes.items()))
+
+
+def toy_d_shapes(layers=LAYERS):
+    """Return the names and shapes of TOY-D, sorted by name."""
+    return dense_shapes(TOY_D_CONFIG | {"num_hidden_layers": layers})
 
 
 def toy_d_tensors(dtype="BF16", quant=None, shift=0):

@@ -13,7 +13,7 @@ from steelyard.dtypes import nbytes
 from steelyard.planning import plan
 from steelyard.plugin import Blueprint, Source, Verdict
 from steelyard.registry import Registry
-from support.checkpoints import BLOCK, TOY_D_CONFIG, header_bytes, write_config
+from support.checkpoints import BLOCK, TOY_D_CONFIG, dense_shapes, header_bytes, write_config
 from support.families import ToyDense, ToyMoe, ToyMoeInFirst, ToyVision
 from support.quant import AwqDialect, AwqMethod, Fp8Dialect, Fp8Method, GroupsDialect, Pack32Method, backend
 
@@ -182,30 +182,6 @@ def hollow(folder, config, tensors, shards=1):
 def plain(shapes, dtype="BF16"):
     """Return name to ``(dtype, shape)`` from name to shape."""
     return {name: (dtype, tuple(shape)) for name, shape in shapes.items()}
-
-
-def dense_shapes(config):
-    """Return the names and shapes of a dense Llama of any size, sorted by name."""
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    if not config.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        shapes |= {
-            f"{stem}input_layernorm.weight": (hidden,),
-            f"{stem}post_attention_layernorm.weight": (hidden,),
-            f"{stem}self_attn.q_proj.weight": (q, hidden),
-            f"{stem}self_attn.k_proj.weight": (kv, hidden),
-            f"{stem}self_attn.v_proj.weight": (kv, hidden),
-            f"{stem}self_attn.o_proj.weight": (hidden, q),
-            f"{stem}mlp.gate_proj.weight": (inner, hidden),
-            f"{stem}mlp.up_proj.weight": (inner, hidden),
-            f"{stem}mlp.down_proj.weight": (hidden, inner),
-        }
-    return dict(sorted(shapes.items()))
 
 
 def toy_m_shapes(config=None, stored="split"):

@@ -30,9 +30,9 @@ def made(*classes):
 
 def test_the_table_of_core_goes_first_then_names_in_order_and_torch_last():
     """M-22: no hidden priority number; ties are broken by name."""
-    installed = ["torch", "zeta", "triton_fp8", "alpha", "deepgemm"]
-    assert order_of(installed, FP8, "sm_90", None) == ["deepgemm", "triton_fp8", "alpha", "zeta", "torch"]
-    assert order_of(installed, FP8, "gfx942", None) == ["alpha", "deepgemm", "triton_fp8", "zeta", "torch"]
+    installed = ["torch", "zeta", "alpha", "deepgemm"]
+    assert order_of(installed, FP8, "sm_90", None) == ["deepgemm", "alpha", "zeta", "torch"]
+    assert order_of(installed, FP8, "gfx942", None) == ["alpha", "deepgemm", "zeta", "torch"]
     assert order_of(["alpha"], FP8, "cpu", None) == ["alpha"]
 
 
