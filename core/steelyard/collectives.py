@@ -7,6 +7,7 @@ Units:
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,8 @@ START = (
     "in each, before the load"
 )
 
-# The groups made for each tp size, as long as the job's process group lives: a second load makes no second set.
-_made: weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[int, Group]] = weakref.WeakKeyDictionary()
+# The groups made for each kind and tp size, as long as the job's process group lives: a second load makes no second set.
+_made: weakref.WeakKeyDictionary[distributed.ProcessGroup, dict[tuple[str, int], Group]] = weakref.WeakKeyDictionary()
 
 
 class Group:
@@ -75,6 +76,73 @@ class Group:
         distributed.all_gather(parts, own, group=self._group)
         return torch.cat(parts, dim)
 
+    def gather_rows(self, *tensors: Tensor) -> tuple[slice, tuple[Tensor, ...]]:
+        """Return the ranks' rows behind one another, in rank order; ranks may have different numbers of them.
+
+        Args:
+            tensors: This rank's tensors, of one number of rows.
+        Returns:
+            Where this rank's rows stand, and each tensor with all rows.
+        Shapes:
+            each (rows, ...) -> (sum of the ranks' rows, ...)
+        """
+        rows = len(tensors[0])
+        if self.size == 1:
+            return slice(0, rows), tensors
+        counts = self.all_gather(torch.tensor([rows], device=tensors[0].device), 0).tolist()
+        most = max(counts)
+        gathered = []
+        for one in tensors:
+            padded = torch.cat([one, one.new_zeros(most - rows, *one.shape[1:])])
+            parts = torch.split(self.all_gather(padded, 0), most) if most else [padded] * self.size
+            gathered.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
+        start = sum(counts[: self.rank])
+        return slice(start, start + rows), tuple(gathered)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A rank's groups.
+
+    Attributes:
+        tensor: Ranks that share the dense layers.
+        experts: Ranks whose experts' outputs are added.
+        replicas: Ranks that hold the same share of the dense layers and share the experts, each with tokens of its own.
+    """
+
+    tensor: Group = field(default_factory=Group)
+    experts: Group = field(default_factory=Group)
+    replicas: Group = field(default_factory=Group)
+
+
+def groups_of(ranks: Ranks) -> Groups:
+    """Return this rank's groups; called like `tensor_parallel_group`, on every rank at the same point.
+
+    Raises:
+        ConfigError: as `tensor_parallel_group` does.
+    """
+    tensor = tensor_parallel_group(ranks)
+    if ranks.world == ranks.tp or (ranks.ep == 1 and ranks.moe_tp == ranks.tp):
+        return Groups(tensor, tensor)
+    job = distributed.group.WORLD
+    assert job is not None, "torch.distributed is initialised"
+    columns = [list(range(first, ranks.world, ranks.tp)) for first in range(ranks.tp)]
+    replicas = _own(ranks, job, "replicas", columns)
+    return Groups(tensor, Group(ranks.world, ranks.rank, job), replicas)
+
+
+def _own(ranks: Ranks, job: distributed.ProcessGroup, kind: str, all_members: list[list[int]]) -> Group:
+    """Return this rank's group of some kind, made once for a tp size and process group."""
+    groups = _made.setdefault(job, {})
+    key = (kind, ranks.tp)
+    if key not in groups:
+        # Each process makes every group, in one order, also those that it is not in: new_group is a collective.
+        for members in all_members:
+            group = distributed.new_group(members)
+            if ranks.rank in members:
+                groups[key] = Group(len(members), members.index(ranks.rank), group)
+    return groups[key]
+
 
 def tensor_parallel_group(ranks: Ranks) -> Group:
     """Return this rank's tensor-parallel group.
@@ -101,14 +169,8 @@ def tensor_parallel_group(ranks: Ranks) -> Group:
         return Group()
     job = distributed.group.WORLD
     assert job is not None, "torch.distributed is initialised"
-    groups = _made.setdefault(job, {})
-    if ranks.tp not in groups:
-        # Each process makes every group, in one order, also those that it is not in: new_group is a collective.
-        for first in range(0, ranks.world, ranks.tp):
-            group = distributed.new_group(list(range(first, first + ranks.tp)))
-            if first <= ranks.rank < first + ranks.tp:
-                groups[ranks.tp] = Group(ranks.tp, ranks.tp_rank, group)
-    return groups[ranks.tp]
+    rows = [list(range(first, first + ranks.tp)) for first in range(0, ranks.world, ranks.tp)]
+    return _own(ranks, job, "tensor", rows)
 
 
 def current_ranks(tp: int | None = None, ep: int | None = None, moe_tp: int | None = None) -> Ranks:

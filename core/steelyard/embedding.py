@@ -12,6 +12,7 @@ from steelyard import ops
 from steelyard.errors import CheckpointError, ConfigError
 from steelyard.loader import LoadedModel
 from steelyard.sentences import PoolingMode, SentenceSettings
+from steelyard.texts import open_tokenizer, require_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,12 +59,7 @@ class SentenceEncoder:
         self._device = next(iter(model.module.parameters())).device
         config = model.plan.config
         self._tokenizer = read_tokenizer(settings.folder, self.max_tokens, config.get("pad_token_id"))
-        highest, rows = max(self._tokenizer.get_vocab().values(), default=0), config.get("vocab_size")
-        if isinstance(rows, int) and highest >= rows:
-            raise CheckpointError(
-                f"{settings.folder}: tokenizer.json has the id {highest}, and the config's vocab_size is {rows}; "
-                "the two files belong to different models"
-            )
+        require_rows(self._tokenizer, settings.folder, config.get("vocab_size"))
 
     def encode(self, texts: Sequence[str], *, batch_size: int = 32) -> torch.Tensor:
         """Return one vector a text, in the order given.
@@ -109,20 +105,7 @@ def read_tokenizer(folder: Path, max_tokens: int, pad_id: object) -> Tokenizer:
         CheckpointError: there is none, it cannot be read, or special tokens alone reach ``max_tokens``.
         ConfigError: the tokenizers package is not installed.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError("texts need the tokenizers package; pip install 'steelyard[text]'") from error
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: has no tokenizer.json; transformers writes one with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - the package raises bare Exception for every unreadable file
-        raise CheckpointError(f"{file}: {error}") from error
+    tokenizer = open_tokenizer(folder)
     if pad_id is not None and (not isinstance(pad_id, int) or isinstance(pad_id, bool) or pad_id < 0):
         raise CheckpointError(f"{folder}: the config's pad_token_id={pad_id!r} is no token's id")
     special = tokenizer.num_special_tokens_to_add(is_pair=False)

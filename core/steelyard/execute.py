@@ -16,19 +16,21 @@ from torch import nn
 
 from steelyard.blueprint import AttentionState, Embedding, Experts, Linear, Node, Norm, Param
 from steelyard.checks import violated
-from steelyard.collectives import Group
+from steelyard.collectives import Groups
 from steelyard.dtypes import FLOATS, nbytes
-from steelyard.errors import CapabilityError, LoadError, SteelyardError
+from steelyard.errors import LoadError, SteelyardError
+from steelyard.experts import Experts as ExpertsLayer
 from steelyard.layers import BuiltSegment, DenseLinear, State, Weight, share_weight, weight_of
 from steelyard.layers import Embedding as EmbeddingLayer
 from steelyard.layers import Linear as LinearLayer
 from steelyard.layers import Norm as NormLayer
 from steelyard.loadplan import LoadPlan
-from steelyard.local import localize
-from steelyard.protocols import Reader
+from steelyard.local import LocalExperts, localize
+from steelyard.protocols import ExpertsBackend, Reader
 from steelyard.steps import Alias, Check, Read, Region
 from steelyard.storage import TORCH_DTYPES, WORDS, finish, in_memory, itemsize, region_of
 from steelyard.tasks import SegmentTask
+from steelyard.units import shape_of
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A prepared Segment: a kernel and its bias, or plain tensors for a node that runs no kernel."""
+    """A prepared Segment: a kernel and its bias, or tensors for a node that runs none, or one for several Segments."""
 
     task: SegmentTask
     tensors: Mapping[str, torch.Tensor]
@@ -149,10 +151,10 @@ class Executor:
     """Runs the plan of one rank; used once."""
 
     def __init__(
-        self, plan: LoadPlan, rank: int, device: torch.device, reader: Reader, group: Group, poll: Callable[[], None]
+        self, plan: LoadPlan, rank: int, device: torch.device, reader: Reader, groups: Groups, poll: Callable[[], None]
     ) -> None:
         self._plan, self._rank, self._device, self._reader = plan, rank, device, reader
-        self._group, self._poll = group, poll
+        self._groups, self._poll = groups, poll
         self._problems: list[str] = []
         self._segments: dict[tuple[str, int], _Ready] = {}
         self._open_bytes = 0
@@ -164,18 +166,12 @@ class Executor:
 
         Raises:
             LoadError: bytes cannot be read, or contradict what the plan requires of them; all of that at once.
-            CapabilityError: the model has experts, which are planned but not yet run.
             RuntimeError: it ran before; a second time would prepare weights that are prepared.
         """
         if self._ran:
             raise RuntimeError("an Executor runs once; make another for another load")
         self._ran = True
         tasks = list(self._plan.tasks(self._rank))
-        experts = [one.node.stem for one in self._plan.nodes if isinstance(one.node, Experts)]
-        if experts:
-            raise CapabilityError(
-                f"run the experts of {experts[0]}", {"steelyard": "plans experts, has no layer for them yet"}
-            )
         with torch.no_grad():
             self._read_all(tasks)
             if self._problems:
@@ -268,12 +264,13 @@ class Executor:
         local = task.on_rank.local
         with blamed(f"{task.stem}: quant method {task.method}"):
             weights = method.prepare(stored, task.segment.scheme, local, choice.form)
+        if local.experts is not None:  # their kernel takes both Segments
+            beside = {} if bias is None else {"bias": bias}
+            self._segments[task.stem, task.index] = _Ready(task, {**weights, **beside})
+            return
         with blamed(f"{task.stem}: kernel backend {choice.backend}"):
             kernel = self._plan.backends[choice.backend].linear(weights, task.segment.scheme, local)
-        if not isinstance(kernel, nn.Module):
-            raise LoadError(
-                f"kernel backend {choice.backend}: its linear kernel is a {type(kernel).__name__}, not an nn.Module"
-            )
+        kernel = _module(kernel, choice.backend, "linear")
         self._segments[task.stem, task.index] = _Ready(task, {}, kernel, bias)
 
     def _build(self, node: Node, segments: Sequence[_Ready]) -> nn.Module:
@@ -286,13 +283,13 @@ class Executor:
                     for one in segments
                     if one.kernel is not None
                 ]
-                return LinearLayer(node, built, self._group)
+                return LinearLayer(node, built, self._groups.tensor)
             case Embedding():
                 scheme = task.segment.scheme
                 to = TORCH_DTYPES[task.segment.param_dtype]
                 with blamed(f"{task.stem}: quant method {task.method}"):
                     weight = self._plan.methods[task.method].dequantize(stored, scheme, local, to)
-                return EmbeddingLayer(node, local, weight, self._group)
+                return EmbeddingLayer(node, local, weight, self._groups.tensor)
             case Norm():
                 return NormLayer(node, stored["weight"], stored.get("bias"))
             case Param():
@@ -300,7 +297,25 @@ class Executor:
             case AttentionState():
                 return State(stored)
             case Experts():
-                raise AssertionError("refused before anything was read")
+                return self._experts(node, *segments)
+
+    def _experts(self, node: Experts, w13: _Ready, w2: _Ready) -> nn.Module:
+        choice = w13.task.segment.choice
+        assert choice is not None, "experts without a kernel are an error of the plan"
+        first, second = (one.task.on_rank.local for one in (w13, w2))
+        is_first = self._plan.job.at(self._rank).moe_tp_rank == 0
+        shape = shape_of(node)
+        assert isinstance(shape, Experts), "a shape is of its node's class"
+        local = LocalExperts(shape, first, second, is_first)
+        tensors = dict(w2.tensors)
+        if "bias" in tensors and not is_first:  # the outputs are summed over these ranks, the bias is added by one
+            tensors["bias"] = torch.zeros_like(tensors["bias"])
+        schemes = (w13.task.segment.scheme, w2.task.segment.scheme)
+        backend = self._plan.backends[choice.backend]
+        with blamed(f"{node.stem}: kernel backend {choice.backend}"):
+            assert isinstance(backend, ExpertsBackend), "only such a backend was asked"
+            kernel = backend.experts(w13.tensors, tensors, schemes, local)
+        return ExpertsLayer(node, local, _module(kernel, choice.backend, "experts"), self._groups)
 
     def _tie(self) -> None:
         built = self.executed.built
@@ -325,13 +340,19 @@ class Executor:
             )
         module: nn.Module
         if isinstance(node, Linear):
-            module = LinearLayer(node, [BuiltSegment(local, DenseLinear(weight), None)], self._group)
+            module = LinearLayer(node, [BuiltSegment(local, DenseLinear(weight), None)], self._groups.tensor)
         elif isinstance(node, Embedding):
-            module = EmbeddingLayer(node, local, weight, self._group)
+            module = EmbeddingLayer(node, local, weight, self._groups.tensor)
         else:
             raise LoadError(f"{node.stem}: a {type(node).__name__} cannot use another node's weight")
         share_weight(module, source)
         return module
+
+
+def _module(kernel: object, backend: str, what: str) -> nn.Module:
+    if not isinstance(kernel, nn.Module):
+        raise LoadError(f"kernel backend {backend}: its {what} kernel is a {type(kernel).__name__}, not an nn.Module")
+    return kernel
 
 
 def _equal(one: nn.Module, other: nn.Module) -> bool:
@@ -352,7 +373,7 @@ def _filled(task: SegmentTask, device: torch.device) -> _Open:
 
 def _finished(piece: torch.Tensor, read: Read, code: str) -> torch.Tensor:
     """Refine and swap a piece, by now of dtype ``code``, as integers, so that dtypes without kernels pass too."""
-    return finish(words(piece, code), read.cut, read.swap).view(piece.dtype)
+    return finish(words(piece, code), read.cut, read.swap, read.pairs).view(piece.dtype)
 
 
 def _in_file_order(read: Read) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from steelyard.blueprint import Placement
 from steelyard.collectives import Group
 from steelyard.errors import ConfigError, LoadError
 from steelyard.local import LocalNode
+
+_Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,20 @@ class Linear(nn.Module):
         _check(node, segments)
         self.node, self.group = node, group
         self.parts = tuple(part.name for part in node.parts)
-        rows = [len(part.out) for one in segments for part in one.local.parts]
-        rows[-1] += segments[-1].local.padding  # only a Linear of one part is padded
+        built = {part.name: len(part.out) for one in segments for part in one.local.parts}
+        built[self.parts[-1]] += segments[-1].local.padding  # only a Linear of one part is padded
+        rows = [built[name] for name in self.parts]
         self.part_sizes = dict(zip(self.parts, rows, strict=True))
         self._sizes, self._inner = rows, segments[0].local.k
+        # A kernel's form may want the parts in another order than the node's; outputs are put back.
+        self._built = None if tuple(built) == self.parts else built
         self._is_rowwise = node.placement is Placement.ROWWISE
         self._is_colwise = node.placement is Placement.COLWISE
         uneven = (part for part, n in zip(node.parts, rows, strict=True) if n * group.size != part.out)
         self._repeated = next((part for part in uneven if not part.padded), None) if self._is_colwise else None
         biases = [one.bias for one in segments if one.bias is not None]
         behind = biases and self._is_rowwise and group.size > 1  # then it is added once, not by every rank's kernels
-        self.register_parameter("bias", frozen(torch.cat(biases)) if behind else None)
+        self.register_parameter("bias", frozen(self._in_order(torch.cat(biases))) if behind else None)
         self.segments = nn.ModuleList(_Product(one.kernel, None if behind else one.bias) for one in segments)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,8 +168,15 @@ class Linear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         if len(self.segments) == 1:
             y: Tensor = self.segments[0](x)
+            return self._in_order(y)
+        return self._in_order(torch.cat([segment(x) for segment in self.segments], -1))
+
+    def _in_order(self, y: Tensor) -> Tensor:
+        """Return columns that stand in the order of the kernels' parts in the order of the node's."""
+        if self._built is None:
             return y
-        return torch.cat([segment(x) for segment in self.segments], -1)
+        parts = dict(zip(self._built, torch.split(y, list(self._built.values()), -1), strict=True))
+        return torch.cat([parts[name] for name in self.parts], -1)
 
 
 class Embedding(nn.Module):
@@ -307,6 +320,18 @@ class State(nn.Module):
             self.register_buffer(name, tensor)
 
 
+def take(built: Mapping[str, nn.Module], stem: str, kind: type[_Kind]) -> _Kind:
+    """Return a built node, for a family's module.
+
+    Raises:
+        LoadError: it was built as something else.
+    """
+    node = built[stem]
+    if not isinstance(node, kind):
+        raise LoadError(f"{stem} was built as {type(node).__name__}, and the family's module takes a {kind.__name__}")
+    return node
+
+
 def frozen(t: Tensor) -> nn.Parameter:
     """Return a tensor as a Parameter that is not trained."""
     return nn.Parameter(t, requires_grad=False)
@@ -355,10 +380,14 @@ class _Product(nn.Module):
 
 
 def _check(node: blueprint.Linear, segments: Sequence[BuiltSegment]) -> None:
-    built = [part.name for one in segments for part in one.local.parts]
-    wanted = [part.name for part in node.parts]
-    if built != wanted:
-        raise LoadError(f"{node.stem}: its Segments have the parts {built}, the node has {wanted}")
+    built = [sorted(part.name for part in one.local.parts) for one in segments]
+    wanted, names = [part.name for part in node.parts], [part.name for one in segments for part in one.local.parts]
+    starts = [sum(map(len, built[:index])) for index in range(len(built))]
+    # A Segment holds parts that follow one another; inside it a kernel's form decides their order.
+    if built != [sorted(wanted[start : start + len(mine)]) for start, mine in zip(starts, built, strict=True)] or len(
+        names
+    ) != len(wanted):
+        raise LoadError(f"{node.stem}: its Segments have the parts {names}, the node has {wanted}")
     for one in segments:
         _check_bias(node, one.bias, one.local.n)
 

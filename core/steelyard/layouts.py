@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from steelyard.blueprint import Absent
 from steelyard.dtypes import FLOATS
-from steelyard.placement import Axis, Cut, Dims, Order, Spans, transpose
+from steelyard.placement import Axis, Cut, Dims, Order, RowOrder, Spans, transpose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +85,7 @@ class Source:
         order: How parts lie along ``out`` if several share the tensor.
         stacked: Whether all experts stand in one tensor; core puts ``Axis("expert")`` in front.
         transposed: Whether (in, out) is stored; core swaps the two where a tensor has both.
+        rows: How the rows of one attention head are stored; core puts them into the model's order.
     """
 
     path: str
@@ -92,6 +93,7 @@ class Source:
     order: Order | None = None
     stacked: bool = False
     transposed: bool = False
+    rows: RowOrder = RowOrder.PLAIN
 
     def names(self, tensor: StoredTensor) -> list[str]:
         """Return every name that a tensor may have here."""
@@ -105,9 +107,9 @@ class Source:
         return (Axis("expert"), *dims) if self.stacked else dims
 
     @property
-    def shape_key(self) -> tuple[Order | None, bool, bool]:
+    def shape_key(self) -> tuple[Order | None, bool, bool, RowOrder]:
         """What of the source decides shapes and cuts: equal keys share them."""
-        return self.order, self.stacked, self.transposed
+        return self.order, self.stacked, self.transposed, self.rows
 
 
 @dataclass(frozen=True, slots=True)

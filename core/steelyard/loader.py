@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from steelyard.agree import Agreement, Verdict
-from steelyard.collectives import Group, current_ranks, is_initialized, tensor_parallel_group
+from steelyard.collectives import Groups, current_ranks, groups_of, is_initialized
 from steelyard.config import LoadConfig, resolve
 from steelyard.errors import CapabilityError, ConfigError, LoadError
 from steelyard.execute import Executed, Executor, blamed
@@ -81,9 +81,9 @@ def load(
         place = device_of(asked.device)
         made = plan_for(path, config, overrides, registry, job=ranks, device=str(place)).check()
         _agree(made, str(place), agreement)
-        group = tensor_parallel_group(ranks)  # a collective: it stands where every rank is known to be well
+        groups = groups_of(ranks)  # a collective: it stands where every rank is known to be well
         reading = time.perf_counter()
-        model, executed, read = _execute(made, group, ranks.rank, place, agreement)
+        model, executed, read = _execute(made, groups, ranks.rank, place, agreement)
         reading = time.perf_counter() - reading
         agreement.settle("loaded", Verdict())
     seconds = time.perf_counter() - started
@@ -151,11 +151,11 @@ def _agree(made: LoadPlan, device: str, agreement: Agreement) -> None:
 
 
 def _execute(
-    made: LoadPlan, group: Group, rank: int, device: torch.device, agreement: Agreement
+    made: LoadPlan, groups: Groups, rank: int, device: torch.device, agreement: Agreement
 ) -> tuple[nn.Module, Executed, int]:
     way, _ = made.reader
     with made.load_format[1].open(made.checkpoint, way) as reader:
-        executor = Executor(made, rank, device, reader, group, agreement.poll)
+        executor = Executor(made, rank, device, reader, groups, agreement.poll)
         executed = executor.run()
         read = reader.bytes_read
     built = Built(executed.built)

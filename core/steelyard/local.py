@@ -52,8 +52,9 @@ class LocalNode:
         return len(self.inner)
 
     def only(self, names: tuple[str, ...]) -> LocalNode:
-        """Return the same piece with some of the parts alone."""
-        return replace(self, parts=tuple(part for part in self.parts if part.name in names))
+        """Return the same piece with some of the parts alone, in the order of the names."""
+        by_name = {part.name: part for part in self.parts}
+        return replace(self, parts=tuple(by_name[name] for name in names))
 
     def spans(self, part: LocalPart) -> Mapping[str, Span]:
         """Return the range of every logical axis, for one part."""
@@ -65,6 +66,35 @@ class LocalNode:
         if part.heads is not None:
             spans["head"] = part.heads
         return spans
+
+
+@dataclass(frozen=True, slots=True)
+class LocalExperts:
+    """A rank's piece of an Experts node: some of the experts, or some of the rows inside each, or both.
+
+    Attributes:
+        node: The node, without its names.
+        w13: Its piece of gate and up.
+        w2: Its piece of down.
+        is_first: Whether it is the first of the ranks that share an expert: what is added once is added there.
+    """
+
+    node: Experts
+    w13: LocalNode
+    w2: LocalNode
+    is_first: bool = True
+
+    @property
+    def experts(self) -> Span:
+        """The experts that the rank holds."""
+        held = self.w13.experts
+        assert held is not None, "w13 is a piece of experts"
+        return held
+
+    @property
+    def inner(self) -> int:
+        """Rows of gate, and of up, that the rank holds of each expert."""
+        return self.w2.k
 
 
 def localize(

@@ -16,13 +16,14 @@ from steelyard.config import LoadConfig
 from steelyard.dtypes import FLOATS
 from steelyard.findings import Finding, FindingCode, Severity
 from steelyard.layouts import Layout, Source, StoredTensor, plain, with_bias
-from steelyard.matching import Matcher, Unit, UnitClass, shape_of
+from steelyard.matching import Matcher
 from steelyard.names import Names
 from steelyard.placement import Axis
 from steelyard.protocols import QuantConfig, QuantMethod
 from steelyard.registry import Registry
 from steelyard.schemes import UNQUANTIZED, LayerScheme
 from steelyard.steps import Alias, AliasIfEqual
+from steelyard.units import Unit, UnitClass, shape_of
 
 NORM, PARAM, COMPANIONS = "norm", "param", "companions"
 CORE_LAYOUTS = (NORM, PARAM, COMPANIONS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import gcd
 from typing import Literal, TypeAlias
 
@@ -124,6 +125,26 @@ class Order:
         if self.period == run:
             return Slice(offset + span.start, len(span))
         return Slice(offset + span.start // run * self.period, run, self.period, count)
+
+
+class RowOrder(Enum):
+    """How the rows of one attention head are stored; the model's own order rotates row i with row i + d/2."""
+
+    PLAIN = "plain"  # as the model uses them
+    ROPE_PAIRS = "rope_pairs"  # rows that rotate together side by side: 0, d/2, 1, d/2 + 1, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rows to take out of rotary pairs, after a piece is cut: every head of it on its own.
+
+    Attributes:
+        dim: The dim of the piece, after any swap, that runs along ``out``.
+        head: Rows of one head.
+    """
+
+    dim: int
+    head: int
 
 
 @dataclass(frozen=True, slots=True)

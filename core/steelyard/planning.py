@@ -170,7 +170,7 @@ def _plan(
     dtype = checkpoint.dtype_hint() if options.dtype == "auto" else CONFIG_DTYPES[options.dtype]
     publishers = _publishers(config, registry)
     quantization = find_quantization(checkpoint, registry)
-    names = Names([family.mapping(), *publishers.values()])
+    names = Names([family.mapping(config), *publishers.values()])
     asked = f"tp_size={job.tp}, ep_size={job.ep}, moe_tp={job.moe_tp}"
     matcher = Matcher(checkpoint.entries, [file.name for file in checkpoint.files], asked)
     finder = PartFinder(checkpoint, names, quantization[1] if quantization else None, registry, options, matcher)
@@ -185,6 +185,7 @@ def _plan(
     reasons, unexpected = _leftovers(matcher, names.drops(config), strict=options.strict)
 
     findings = [*matcher.findings, *finder.findings, *unexpected, *_unlike(ties, blueprint.nodes, job, options)]
+    findings += [Finding("config", "note", "config.json", note) for note in blueprint.notes]
     findings += _stated_dtype(options, config, dtype)
     findings += segmenter.findings(Counter(one.cls for one in nodes))
     findings += quantization[1].findings() if quantization else ()

@@ -5,6 +5,7 @@ The other door is `steelyard.torch`. Everything else may change without notice.
 
 from __future__ import annotations
 
+from steelyard import decoder, fields
 from steelyard.blueprint import (
     Absent,
     AttentionState,
@@ -39,10 +40,12 @@ from steelyard.flags import parse_flag
 from steelyard.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, scale_shape
 from steelyard.hookspecs import hookimpl
 from steelyard.layouts import Companion, Cutter, Drop, Layout, Source, StoredTensor, plain
-from steelyard.local import LocalNode, LocalPart
-from steelyard.placement import Axis, Cut, Fixed, Order, Slice, Span, cut
+from steelyard.local import LocalExperts, LocalNode, LocalPart
+from steelyard.placement import Axis, Cut, Fixed, Order, RowOrder, Slice, Span, cut
 from steelyard.protocols import (
     Config,
+    ExpertsBackend,
+    ExpertsKernel,
     KernelBackend,
     LinearKernel,
     LoadFormat,
@@ -81,6 +84,8 @@ __all__ = [
     "Drop",
     "Embedding",
     "Experts",
+    "ExpertsBackend",
+    "ExpertsKernel",
     "FillWith",
     "Finding",
     "Fixed",
@@ -94,6 +99,7 @@ __all__ = [
     "LinearKernel",
     "LoadError",
     "LoadFormat",
+    "LocalExperts",
     "LocalNode",
     "LocalPart",
     "ModelFamily",
@@ -114,6 +120,7 @@ __all__ = [
     "QuantMethod",
     "Ranks",
     "Reader",
+    "RowOrder",
     "Slice",
     "Source",
     "Span",
@@ -125,7 +132,9 @@ __all__ = [
     "Verdict",
     "WeightMapping",
     "cut",
+    "decoder",
     "distribute",
+    "fields",
     "head_range",
     "hookimpl",
     "nbytes",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from steelyard.blueprint import Blueprint, Node
 from steelyard.findings import Finding
 from steelyard.layouts import Companion, Drop, Layout, Source
-from steelyard.local import LocalNode
+from steelyard.local import LocalExperts, LocalNode
 from steelyard.schemes import Accept, Footprint, Form, LayerScheme, Verdict
 from steelyard.steps import Read
 
@@ -41,8 +41,8 @@ class ModelFamily(Protocol):
         """Return the model's nodes; raise ConfigError naming the key and value that cannot be met."""
         ...
 
-    def mapping(self) -> WeightMapping:
-        """Return where the nodes' names stand in a published checkpoint."""
+    def mapping(self, config: Config) -> WeightMapping:
+        """Return where the nodes' names stand in a published checkpoint, as far as the config decides it."""
         ...
 
     def defaults(self, config: Config) -> Mapping[str, Any]:
@@ -202,6 +202,56 @@ class KernelBackend(Protocol):
 
     def linear(self, weights: Mapping[str, Tensor], scheme: LayerScheme, node: LocalNode) -> LinearKernel:
         """Build the kernel from prepared weights, which it owns and frees (torch)."""
+        ...
+
+
+class ExpertsKernel(Protocol):
+    """Routed experts with weights packed inside; an ``nn.Module``, so that its tensors move with the model."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of what this rank's experts make of each token; zeros for a token of none of them.
+
+        Args:
+            x: Tokens; not changed.
+            ids: The experts of each token, numbered over all ranks.
+            weights: What each expert's output is multiplied by.
+        Shapes:
+            x (T, H), ids and weights (T, top_k), weights in float32 -> (T, H), in x's dtype; T may be 0
+        """
+        ...
+
+
+@runtime_checkable
+class ExpertsBackend(Protocol):
+    """What a `KernelBackend` offers besides, if it has kernels for routed experts.
+
+    Proved by:
+        tests/unit/test_experts_choice.py
+    """
+
+    def accepts_experts(self, w13: LayerScheme, w2: LayerScheme, node: LocalExperts, target: str) -> Accept:
+        """Say whether it takes the experts of a layer, and in which form; one form for both matrices.
+
+        Args:
+            w13: How gate and up are quantized.
+            w2: How down is quantized.
+            node: The rank's piece.
+            target: What it shall run on.
+        """
+        ...
+
+    def experts(
+        self, w13: Mapping[str, Tensor], w2: Mapping[str, Tensor], schemes: tuple[LayerScheme, LayerScheme],
+        node: LocalExperts,
+    ) -> ExpertsKernel:  # fmt: skip
+        """Build the kernel from prepared weights, which it owns and frees (torch).
+
+        Args:
+            w13: Gate and up of every expert, in the form's part order; ``bias`` if the node has one.
+            w2: Down; ``bias`` is zero on all but the first of the ranks that share an expert.
+            schemes: How the two are quantized, on the refined grid if the plan says so.
+            node: The rank's piece.
+        """
         ...
 
 

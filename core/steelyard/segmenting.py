@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.blueprint import AttentionState, Experts, Linear, Node
-from steelyard.choice import NoKernel, choose
+from steelyard.choice import Choice, NoKernel, choose, choose_experts
 from steelyard.config import LoadConfig
 from steelyard.errors import ConfigError, CutError, HeadsError
 from steelyard.findings import Finding, FindingCode, Severity
-from steelyard.local import LocalNode, localize
-from steelyard.matching import UnitClass, shape_of
+from steelyard.local import LocalExperts, LocalNode, localize
 from steelyard.parts import NodeParts
 from steelyard.protocols import KernelBackend
 from steelyard.ranks import Ranks
 from steelyard.segments import Segment, can_join, steps_of, strict
 from steelyard.tasks import NodeClass
+from steelyard.units import UnitClass, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,56 +101,67 @@ class Segmenter:
         except ConfigError as error:
             self._note(cls, stem, "heads" if isinstance(error, HeadsError) else "config", "error", str(error))
             return ()
-        segments: list[Segment] = []
-        for linear in sorted({index for index, _ in found.classes}):
-            locals_ = list(dict.fromkeys(row[linear] for row in by_rank))
-            units = [unit for index, unit in found.classes if index == linear]
-            try:
+        made: list[tuple[Segment, list[LocalNode]]] = []
+        try:
+            for linear in sorted({index for index, _ in found.classes}):
+                locals_ = list(dict.fromkeys(row[linear] for row in by_rank))
+                units = [unit for index, unit in found.classes if index == linear]
                 for group in self._group(cls, stem, units, locals_):
-                    segments.append(self._segment(cls, found.node, stem, linear, group, locals_, dtype))
-            except CutError as error:
-                self._note(cls, stem, "cut", "error", str(error))
-        return tuple(segments)
+                    made.append((self._segment(cls, linear, group, locals_, dtype), locals_))
+            segments = tuple(segment for segment, _ in made)
+            if isinstance(found.node, Linear):
+                for segment, locals_ in made:
+                    self._choose(cls, stem, segment, locals_)
+            elif isinstance(found.node, Experts) and len(segments) == 2:
+                self._choose_experts(cls, stem, segments, by_rank)
+            for segment, locals_ in made:
+                self._lay_out(cls, stem, segment, locals_)
+        except CutError as error:
+            self._note(cls, stem, "cut", "error", str(error))
+            return ()
+        return segments
 
     def _localize(self, shape: Node, ranks: Ranks) -> tuple[LocalNode, ...]:
         return localize(shape, ranks, experts=self._options.experts, vocab_padding=self._options.vocab_padding)
+
+    def _joins(self, cls: NodeClass) -> bool:
+        """Return whether the parts of a node must share a buffer, on a refined scale grid if that is what it takes."""
+        return isinstance(cls.shape, Experts) and self._options.scale_grid != "strict"
 
     def _group(
         self, cls: NodeClass, stem: str, units: Sequence[UnitClass], locals_: Sequence[LocalNode]
     ) -> list[list[UnitClass]]:
         groups = [[units[0]]]
         for unit in units[1:]:
-            verdict = can_join(groups[-1], unit, locals_)
+            verdict = can_join(groups[-1], unit, locals_, joined=self._joins(cls))
             if verdict:
                 groups[-1].append(unit)
             else:
                 groups.append([unit])
-                self._note(cls, stem, "not-fused", "note", f"not fused because {verdict.why}")
+                if isinstance(cls.shape, Experts):
+                    text = f"{verdict.why}; gate and up of an expert must lie in one buffer"
+                    self._note(cls, stem, "layout", "error", text)
+                else:
+                    self._note(cls, stem, "not-fused", "note", f"not fused because {verdict.why}")
         return groups
 
     def _segment(
-        self,
-        cls: NodeClass,
-        node: Node,
-        stem: str,
-        linear: int,
-        units: Sequence[UnitClass],
-        locals_: Sequence[LocalNode],
-        dtype: str,
+        self, cls: NodeClass, linear: int, units: Sequence[UnitClass], locals_: Sequence[LocalNode], dtype: str
     ) -> Segment:
-        steps = steps_of(units[0], locals_)
+        steps = steps_of(units[0], locals_, joined=self._joins(cls) and len(units) > 1)
         if steps and self._options.scale_grid == "strict":
             refused = next((error for unit in units if (error := strict(unit, locals_, steps))), None)
             if refused is not None:
                 raise refused
-        scheme = units[0].scheme.refined(steps)
-        segment = Segment(linear, tuple(units), scheme, steps, dtype)
-        if isinstance(node, (Linear, Experts)):
-            self._choose(cls, stem, segment, locals_)
+        return Segment(linear, tuple(units), units[0].scheme.refined(steps), steps, dtype)
+
+    def _lay_out(self, cls: NodeClass, stem: str, segment: Segment, locals_: Sequence[LocalNode]) -> None:
+        """Make every rank's cuts, and tell what was done so that they fit."""
         for local in locals_:
             segment.on(local)
-        if steps:
-            finer = ", ".join(f"{axis} {units[0].scheme.grid()[axis]} -> {step}" for axis, step in steps.items())
+        if segment.steps:
+            stored = segment.units[0].scheme.grid()
+            finer = ", ".join(f"{axis} {stored[axis]} -> {step}" for axis, step in segment.steps.items())
             self._note(
                 cls, stem, "refined", "note", f"its scale grid is refined so that every rank starts on an edge: {finer}"
             )
@@ -164,26 +175,61 @@ class Segmenter:
                 "note",
                 f"padded to {self._job.tp} x {rows + locals_[0].padding} rows with zeros, so that the ranks divide it",
             )
-        return segment
 
     def _choose(self, cls: NodeClass, stem: str, segment: Segment, locals_: Sequence[LocalNode]) -> None:
         nodes = list(dict.fromkeys(local.only(segment.parts) for local in locals_))
         try:
-            segment.choice = choose(
+            choice = choose(
                 self._backends, segment.scheme, nodes, self._target,
                 wanted=self._options.kernels, is_refined=bool(segment.steps), here=self._here,
             )  # fmt: skip
         except NoKernel as error:
-            self._note(
-                cls, stem, "kernel", "error",
-                f"no kernel backend takes {segment.scheme.key()} with local shape [{nodes[0].n}, {nodes[0].k}] on "
-                f"{self._target}: {error}",
-            )  # fmt: skip
+            self._no_kernel(cls, stem, segment.scheme.key(), f"local shape [{nodes[0].n}, {nodes[0].k}]", error)
             return
-        form = segment.choice.form
+        self._take(choice, segment)
+
+    def _choose_experts(
+        self, cls: NodeClass, stem: str, segments: Sequence[Segment], by_rank: Sequence[tuple[LocalNode, ...]]
+    ) -> None:
+        """Choose one backend for both matrices of the experts."""
+        assert isinstance(cls.shape, Experts)
+        w13, w2 = segments
+        nodes = [
+            LocalExperts(cls.shape, mine[0].only(w13.parts), mine[1].only(w2.parts), ranks.moe_tp_rank == 0)
+            for mine, ranks in zip(by_rank, self._job.all(), strict=True)
+        ]
+        refined = [step for segment in segments if segment.steps for step in segment.scheme.grid().values()]
+        try:
+            choice = choose_experts(
+                self._backends, w13.scheme, w2.scheme, list(dict.fromkeys(nodes)), self._target,
+                wanted=self._options.kernels, finest=min(refined, default=None), here=self._here,
+            )  # fmt: skip
+        except NoKernel as error:
+            keys = dict.fromkeys(segment.scheme.key(experts=True) for segment in segments)
+            what = f"{len(nodes[0].experts)} local experts, {nodes[0].inner} rows of gate and of up each"
+            self._no_kernel(cls, stem, " and ".join(keys), what, error)
+            return
+        for segment in segments:
+            self._take(choice, segment)
+
+    def _take(self, choice: Choice, segment: Segment) -> None:
+        """Give a Segment its kernel, and its parts the order that the kernel's form wants."""
+        form = choice.form
+        if form.part_order is not None and len(segment.units) > 1:
+            rank_of = {name: index for index, name in enumerate(form.part_order)}
+            if missing := [name for name in segment.parts if name not in rank_of]:
+                raise CutError(
+                    "out", (0, 0), 0, f"kernel backend {choice.backend} orders parts {form.part_order}, not {missing}"
+                )
+            segment.units = tuple(sorted(segment.units, key=lambda unit: rank_of[unit.part]))
         if form.weight_dtype is None:
-            segment.choice = replace(segment.choice, form=replace(form, weight_dtype=segment.param_dtype))
-        self.chosen[segment.choice.backend] = segment.choice.missing
+            choice = replace(choice, form=replace(form, weight_dtype=segment.param_dtype))
+        segment.choice = choice
+        self.chosen[choice.backend] = choice.missing
+
+    def _no_kernel(self, cls: NodeClass, stem: str, key: str, what: str, error: NoKernel) -> None:
+        text = f"no kernel backend takes {key} with {what} on {self._target}: {error}"
+        self._note(cls, stem, "kernel", "error", text)
 
     def _note(self, cls: NodeClass, stem: str, code: FindingCode, severity: Severity, text: str) -> None:
         self._noted.append(_Noted(cls, stem, code, severity, text))

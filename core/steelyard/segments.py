@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from steelyard.choice import Choice
 from steelyard.errors import CutError
 from steelyard.local import LocalNode, LocalPart
-from steelyard.matching import Found, UnitClass
 from steelyard.placement import (
     SMALLEST_GRID,
     Axis,
@@ -31,6 +30,7 @@ from steelyard.placement import (
 )
 from steelyard.schemes import LayerScheme, Verdict
 from steelyard.steps import Buffer, Region
+from steelyard.units import Found, UnitClass
 
 GRIDDED = ("scale", "zero")
 
@@ -88,12 +88,13 @@ class Segment:
         return known
 
 
-def steps_of(unit: UnitClass, locals_: Sequence[LocalNode]) -> dict[str, int]:
+def steps_of(unit: UnitClass, locals_: Sequence[LocalNode], *, joined: bool = False) -> dict[str, int]:
     """Return the refined scale grid that puts every rank's boundary on an edge; empty if the stored one does.
 
     Args:
         unit: A part.
         locals_: The node on every rank, equal ones once.
+        joined: Whether another part must follow in the same buffer, so that the part's own end must be an edge too.
     Raises:
         CutError: the grid would have to be finer than `SMALLEST_GRID`.
     """
@@ -109,6 +110,8 @@ def steps_of(unit: UnitClass, locals_: Sequence[LocalNode]) -> dict[str, int]:
                 physical(dim.of, local.spans(_part(local, unit.part))[dim.of], found.order, unit.part)
                 for local in locals_
             ]
+            if joined and dim.of == "out":
+                pieces += [(Slice(0, len(_part(local, unit.part).out)), 0) for local in locals_]
             step = grid_step(dim.elements, pieces)
             if step == dim.elements:
                 continue
@@ -134,8 +137,17 @@ def strict(unit: UnitClass, locals_: Sequence[LocalNode], steps: Mapping[str, in
     return None
 
 
-def can_join(units: Sequence[UnitClass], other: UnitClass, locals_: Sequence[LocalNode]) -> Verdict:
-    """Return whether a part may lie behind the others in one buffer; the reason is part of a finding."""
+def can_join(
+    units: Sequence[UnitClass], other: UnitClass, locals_: Sequence[LocalNode], *, joined: bool = False
+) -> Verdict:
+    """Return whether a part may lie behind the others in one buffer; the reason is part of a finding.
+
+    Args:
+        units: The parts before it.
+        other: The part.
+        locals_: The node on every rank, equal ones once.
+        joined: Whether the scale grid is refined where that puts them into one buffer; see `steps_of`.
+    """
     first = units[0]
     names = f"{', '.join(unit.part for unit in units)} and {other.part}"
     if other.scheme != first.scheme:
@@ -148,7 +160,7 @@ def can_join(units: Sequence[UnitClass], other: UnitClass, locals_: Sequence[Loc
         is_cast = mine.tensor.role == "bias" or (mine.tensor.role == "codes" and not first.scheme.is_quantized)
         if mine.dtype != theirs.dtype and not is_cast:
             return Verdict(False, f"{mine.tensor.name} of {names} is stored as {mine.dtype} and {theirs.dtype}")
-    steps = [steps_of(unit, locals_) for unit in (*units, other)]
+    steps = [steps_of(unit, locals_, joined=joined) for unit in (*units, other)]
     if any(step != steps[0] for step in steps):
         return Verdict(False, f"{names} need different scale grids on the ranks asked for")
     for unit in units:

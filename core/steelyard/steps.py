@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from steelyard.layouts import CheckName, Merge
-from steelyard.placement import Cut
+from steelyard.placement import Cut, Pairs
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
 """``(start, length)`` for each dim of a buffer."""
@@ -47,6 +47,7 @@ class Read:
         shape: Stored shape.
         cut: The piece, in stored indices.
         swap: Two dims to swap after the cut, for a tensor stored transposed.
+        pairs: Rows to take out of rotary pairs after that, for heads that are stored so.
         stem: The node that it fills.
         segment: Index of the Segment in the node.
         buffer: Name of the Segment's buffer.
@@ -62,6 +63,7 @@ class Read:
     shape: tuple[int, ...]
     cut: Cut
     swap: tuple[int, int] | None
+    pairs: Pairs | None
     stem: str
     segment: int
     buffer: str

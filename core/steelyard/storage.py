@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from steelyard.dtypes import DTYPES
-from steelyard.placement import Cut, Slice
+from steelyard.placement import Cut, Pairs, Slice
 from steelyard.steps import Region
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -82,16 +82,27 @@ def take(t: torch.Tensor, dim: int, piece: Slice) -> torch.Tensor:
     return t.index_select(dim, torch.tensor(piece.indices(), device=t.device))
 
 
-def finish(t: torch.Tensor, cut: Cut, swap: tuple[int, int] | None) -> torch.Tensor:
-    """Return a piece on its refined grid, with its dims in the buffer's order.
+def finish(t: torch.Tensor, cut: Cut, swap: tuple[int, int] | None, pairs: Pairs | None = None) -> torch.Tensor:
+    """Return a piece on its refined grid, with its dims and the rows of its heads in the buffer's order.
 
     Shapes:
         cut.taken -> cut.shape, two dims swapped if ``swap`` names them
+
+    >>> from steelyard.placement import Slice
+    >>> four = Cut((Slice(0, 4),), (None,))
+    >>> finish(torch.tensor([0, 2, 1, 3]), four, None, Pairs(0, 4)).tolist()
+    [0, 1, 2, 3]
     """
     for dim, regrid in enumerate(cut.regrids):
         if regrid is not None:
             t = t.repeat_interleave(regrid.repeat, dim).narrow(dim, regrid.skip, regrid.keep)
-    return t.transpose(*swap) if swap is not None else t
+    if swap is not None:
+        t = t.transpose(*swap)
+    if pairs is None:
+        return t
+    shape = t.shape
+    heads = t.reshape(*shape[: pairs.dim], -1, pairs.head // 2, 2, *shape[pairs.dim + 1 :])
+    return heads.transpose(pairs.dim + 1, pairs.dim + 2).reshape(shape)
 
 
 def region_of(buffer: torch.Tensor, region: Region, code: str) -> torch.Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from steelyard.blueprint import Node
 from steelyard.local import LocalNode
-from steelyard.matching import Unit, UnitClass
 from steelyard.placement import Axis
 from steelyard.segments import Piece, Segment, SegmentOnRank
 from steelyard.steps import Check, Fill, Read, Region
+from steelyard.units import Unit, UnitClass
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ def task_of(planned: PlannedNode, index: int, on_rank: SegmentOnRank) -> Segment
                     continue
                 read = Read(
                     entry.name, entry.file, entry.start, found.dtype, found.shape, piece.cut, found.swap,
-                    stem, index, name, region, unit_class.part, expert,
+                    found.pairs, stem, index, name, region, unit_class.part, expert,
                 )  # fmt: skip
                 if shared is not None and shared in owners:
                     checks.append(Check(read, found.tensor.checks, equal_to=owners[shared].name))

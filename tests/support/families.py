@@ -125,7 +125,7 @@ class ToyDense:
             Linear(f"{stem}.down_proj", inner, (Part("", hidden),), Placement.ROWWISE, layer=layer),
         ]
 
-    def mapping(self):
+    def mapping(self, config):
         return ToyMapping()
 
     def defaults(self, config):
@@ -162,7 +162,7 @@ class ToyMoeInFirst(ToyMoe):
 
     keys = ("ToyInFirstForCausalLM",)
 
-    def mapping(self):
+    def mapping(self, config):
         return InFirstMapping()
 
 
@@ -184,5 +184,5 @@ class ToyVision(ToyDense):
         )
         return Blueprint((*text.nodes, *encoder), text.ties)
 
-    def mapping(self):
+    def mapping(self, config):
         return NestedMapping()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from steelyard.builtin.formats import Safetensors
-from steelyard.collectives import Group
+from steelyard.collectives import Groups
 from steelyard.discovery import Catalog
 from steelyard.execute import Executor
 from steelyard.granularity import PerGroup, PerTensor
@@ -230,4 +230,4 @@ def recording_format(readers, before=None):
 def executed(made, rank=0, way="mmap", poll=lambda: None):
     """Run one rank of a plan in this process and return (what was executed, the reader)."""
     with made.load_format[1].open(made.checkpoint, way) as reader:
-        return Executor(made, rank, CPU, reader, Group(), poll).run(), reader
+        return Executor(made, rank, CPU, reader, Groups(), poll).run(), reader

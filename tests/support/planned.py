@@ -103,7 +103,7 @@ def family_of(*nodes, ties=(), names=None, drops=(), defaults=None, keys=("ToyFo
         def blueprint(self, config):
             return Blueprint(nodes, ties)
 
-        def mapping(self):
+        def mapping(self, config):
             return Mapping()
 
         def defaults(self, config):

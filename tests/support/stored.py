@@ -55,7 +55,9 @@ def read_of(checkpoint, name, slices, **further):
     cut = Cut(tuple(slices), further.pop("regrids", (None,) * len(slices)))
     swap = further.pop("swap", None)
     region = tuple((0, size) for size in cut.shape)
-    return Read(name, entry.file, entry.start, entry.dtype, entry.shape, cut, swap, "node", 0, "weight", region, "")
+    return Read(
+        name, entry.file, entry.start, entry.dtype, entry.shape, cut, swap, None, "node", 0, "weight", region, ""
+    )
 
 
 def whole_slices(shape):

@@ -58,7 +58,7 @@ class Toy:
             (Tie("head", "embed"),) if config.get("tie_word_embeddings") else (),
         )
 
-    def mapping(self):
+    def mapping(self, config):
         return ToyMapping()
 
     def defaults(self, config):

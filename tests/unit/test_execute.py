@@ -326,7 +326,7 @@ def test_an_executor_runs_once(tmp_path):
     """L-32: a second run would prepare what is prepared."""
     plan = plan_toy(tmp_path, toy_tensors(), QKV, config=QUANTIZED)
     with plan.load_format[1].open(plan.checkpoint, "mmap") as reader:
-        executor = execute.Executor(plan, 0, torch.device("cpu"), reader, execute.Group(), lambda: None)
+        executor = execute.Executor(plan, 0, torch.device("cpu"), reader, execute.Groups(), lambda: None)
         made = executor.run()
         before = kernel_of(made.built["qkv"]).weight.clone()
         with pytest.raises(RuntimeError, match="^an Executor runs once; make another for another load$"):

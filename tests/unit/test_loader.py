@@ -23,7 +23,6 @@ from steelyard.config import LoadConfig
 from steelyard.errors import (
     AmbiguousPlugin,
     BrokenPlugin,
-    CapabilityError,
     ConfigError,
     LoadError,
     PlanError,
@@ -316,14 +315,16 @@ def test_built_nodes_are_a_mapping_from_which_each_is_taken_once():
     built.check()
 
 
-def test_experts_are_refused_before_anything_is_read(tmp_path):
+def test_experts_that_no_kernel_takes_are_refused_before_anything_is_read(tmp_path):
+    """E-23: the kernel is chosen while planning."""
     inner = Linear("", HIDDEN, (Part("gate", 8), Part("up", 8)), Placement.COLWISE)
-    node = Experts("experts", 1, inner, Linear("", 8, (Part("down", HIDDEN),), Placement.ROWWISE))
+    down = Linear("", 8, (Part("down", HIDDEN),), Placement.ROWWISE)
+    node = Experts("experts", 1, inner, down, activation="sine")
     tensors = {f"experts.0.{part}.weight": np.ones((8, HIDDEN), np.float32) for part in ("gate", "up", "down")}
     readers = []
-    with pytest.raises(CapabilityError, match="has no layer for them yet"):
+    with pytest.raises(PlanError, match="torch: has no activation 'sine'"):
         loaded(tmp_path, tensors, node, others=(recording_format(readers),))
-    assert readers[0].names == []
+    assert readers == []
 
 
 # --- devices and targets -----------------------------------------------------------------------------------------

@@ -508,7 +508,7 @@ def test_further_publishers_names_are_looked_for_behind_the_familys(tmp_path):
         def names(self, node, part, expert):
             if not node.stem.startswith("layers.1."):
                 return ()
-            own = ToyDense().mapping().names(node, part, expert)
+            own = ToyDense().mapping({}).names(node, part, expert)
             return tuple(
                 Source(source.path.replace("model.layers.1.", "mtp.layers.0."), source.respell, source.order)
                 for source in own

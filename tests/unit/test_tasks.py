@@ -94,25 +94,25 @@ def models(draw):
                         tensors |= matrix(f"{stem}.{part.name}", part.out, columns, quant, bias=bias)
             case "experts" | "stacked" | "one-stack":
                 count, inner = draw(st.integers(1, 5)), draw(sizes)
-                up = (Part("left", inner), Part("right", inner))
+                up = (Part("gate", inner), Part("up", inner))
                 w13 = Linear("", columns, up, Placement.COLWISE, bias=bias)
                 nodes.append(Experts(stem, count, w13, Linear("", inner, (Part("down", columns),), Placement.ROWWISE)))
                 if kind == "one-stack":
                     turned = draw(st.booleans())
                     runs = draw(
                         st.sampled_from(
-                            [((("left", inner), ("right", inner)), 1), ((("right", inner), ("left", inner)), 1)]
+                            [((("gate", inner), ("up", inner)), 1), ((("up", inner), ("gate", inner)), 1)]
                         )
                     )
                     together = (Source(f"{stem}.both", order=Order(*runs), stacked=True, transposed=turned),)
-                    sources |= {(stem, "left"): together, (stem, "right"): together}
+                    sources |= {(stem, "gate"): together, (stem, "up"): together}
                     sources[stem, "down"] = (Source(f"{stem}.down", stacked=True, transposed=turned),)
                     tensors |= matrix(f"{stem}.both", 2 * inner, columns, quant, (count,), bias=bias, turned=turned)
                     tensors |= matrix(f"{stem}.down", columns, inner, quant, (count,), turned=turned)
                     continue
                 for part, rows, width in (
-                    ("left", inner, columns),
-                    ("right", inner, columns),
+                    ("gate", inner, columns),
+                    ("up", inner, columns),
                     ("down", columns, inner),
                 ):
                     biased = bias and part != "down"

@@ -38,6 +38,7 @@ COMMANDS: dict[str, Row] = {
     "explain": Row(f"{_CLI}.explain", "explain", "Say where one tensor goes, how it is cut, and why."),
     "load": Row(f"{_CLI}.load", "load", "Load a checkpoint here and print the report."),
     "embed": Row(f"{_CLI}.embed", "embed", "Turn texts into vectors with a published encoder."),
+    "generate": Row(f"{_CLI}.generate", "generate", "Continue a text with a published decoder."),
     "kernels": Row(f"{_CLI}.kernels", "kernels", "List kernel backends, what they serve and what they lack here."),
     "plugins": Row(f"{_CLI}.plugins", "plugins", "List what installed plugins offer, and import none of them."),
     "doctor": Row(f"{_CLI}.plugins", "doctor", "Import every installed plugin and say which ones work."),

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from steelyard.loadplan import LoadPlan
-    from steelyard.matching import Found, Unit
     from steelyard.placement import Cut
     from steelyard.segments import Segment
     from steelyard.steps import Region
     from steelyard.tasks import PlannedNode, SegmentTask
+    from steelyard.units import Found, Unit
 
 CLOSEST = 5  # names proposed for one that does not exist
 

@@ -96,7 +96,7 @@ def test_the_family_plans_where_torch_is_absent(small):
         f"config = {small!r}\n"
         "family = BertFamily()\n"
         "nodes = family.blueprint(config).nodes\n"
-        "assert family.mapping().names(nodes[0], '', None) and family.mapping().drops(config)\n"
+        "assert family.mapping(config).names(nodes[0], '', None) and family.mapping(config).drops(config)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=child_env())
     assert done.returncode == 0, done.stderr
@@ -122,10 +122,10 @@ REFUSED = {
         "hidden_act='mish' is not computed; known are gelu, gelu_python, gelu_new, gelu_fast, gelu_pytorch_tanh, relu, "
         "silu, swish",
     ),
-    "decoder": ({"is_decoder": True}, "is_decoder=True: this family computes encoders, not a causal decoder"),
+    "decoder": ({"is_decoder": True}, "is_decoder=True: a causal decoder is not computed by this family"),
     "cross-attention": (
         {"add_cross_attention": True},
-        "add_cross_attention=True: this family computes encoders, not cross-attention",
+        "add_cross_attention=True: cross-attention is not computed by this family",
     ),
     "eps": ({"layer_norm_eps": 0}, "layer_norm_eps=0 is not a positive number"),
     "eps as text": ({"layer_norm_eps": "1e-12"}, "layer_norm_eps='1e-12' is not a positive number"),
@@ -204,4 +204,4 @@ def test_a_number_of_layers_that_no_encoder_has_is_refused_before_nodes_are_made
     """X-22: a damaged count must not fill memory."""
     with pytest.raises(ConfigError) as caught:
         BertFamily().blueprint(small | {"num_hidden_layers": 10**9})
-    assert str(caught.value) == "num_hidden_layers=1000000000 is past the 4096 that any encoder has; it is damaged"
+    assert str(caught.value) == "num_hidden_layers=1000000000 is past the 4096 that any model has; it is damaged"

@@ -18,11 +18,12 @@ from steelyard.blueprint import Experts, Linear, Placement
 from steelyard.errors import CutError
 from steelyard.layouts import Layout, Source, with_bias
 from steelyard.local import LocalNode, LocalPart, localize
-from steelyard.matching import Matcher, Unit, UnitClass, shape_of
+from steelyard.matching import Matcher
 from steelyard.placement import Cut, cut
 from steelyard.ranks import Ranks
 from steelyard.segments import Segment, SegmentOnRank, can_join, steps_of
 from steelyard.tasks import NodeClass, PlannedNode, task_of
+from steelyard.units import Unit, UnitClass, shape_of
 
 
 class Entry(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Final, Literal, TypeAlias
 
-from steelyard.plugin import Config, ConfigError
+from steelyard.plugin import Config, ConfigError, fields
 
 Style: TypeAlias = Literal["bert", "roberta"]
 Activation: TypeAlias = Literal["gelu", "gelu_new", "relu", "silu"]
@@ -46,10 +45,6 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "swish": "silu",
 }
 """Published names of activations and core's; three of them write one formula, the tanh form of GELU, differently."""
-
-
-MOST_LAYERS: Final = 4096
-"""A config that states more would only fill memory with nodes that no file holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +103,23 @@ def read_config(config: Config) -> EncoderConfig:
     """
     style = _style(config)
     _refuse_what_is_not_computed(config)
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    hidden, heads = fields.count(config, "hidden_size"), fields.count(config, "num_attention_heads")
     if hidden % heads:
         raise ConfigError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     read = EncoderConfig(
         style=style,
         hidden=hidden,
         heads=heads,
-        layers=_size(config, "num_hidden_layers"),
-        intermediate=_size(config, "intermediate_size"),
-        vocabulary=_size(config, "vocab_size"),
-        positions=_size(config, "max_position_embeddings"),
-        token_types=max(_size(config, "type_vocab_size", smallest=0, default=2), 1),
-        activation=_activation(config),
-        eps=_eps(config),
-        pad=_size(config, "pad_token_id", smallest=0, default=1) if style == "roberta" else 0,
-        has_pooler=not WITHOUT_POOLER.intersection(_architectures(config)),
+        layers=fields.layers(config),
+        intermediate=fields.count(config, "intermediate_size"),
+        vocabulary=fields.count(config, "vocab_size"),
+        positions=fields.count(config, "max_position_embeddings"),
+        token_types=max(fields.count(config, "type_vocab_size", 2, smallest=0), 1),
+        activation=fields.one_of(config, "hidden_act", ACTIVATIONS, "gelu"),
+        eps=fields.positive(config, "layer_norm_eps", 1e-12),
+        pad=fields.count(config, "pad_token_id", 1, smallest=0) if style == "roberta" else 0,
+        has_pooler=not WITHOUT_POOLER.intersection(fields.architectures(config)),
     )
-    if read.layers > MOST_LAYERS:
-        raise ConfigError(
-            f"num_hidden_layers={read.layers} is past the {MOST_LAYERS} that any encoder has; it is damaged"
-        )
     if read.max_positions < 1:
         raise ConfigError(
             f"max_position_embeddings={read.positions} leaves no position for a token: with pad_token_id={read.pad} "
@@ -137,12 +128,8 @@ def read_config(config: Config) -> EncoderConfig:
     return read
 
 
-def _architectures(config: Config) -> list[str]:
-    return [name for name in config.get("architectures") or () if isinstance(name, str)]
-
-
 def _style(config: Config) -> Style:
-    architectures, model_type = _architectures(config), config.get("model_type")
+    architectures, model_type = fields.architectures(config), config.get("model_type")
     said = {name: ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES}
     if isinstance(model_type, str) and model_type in MODEL_TYPES:
         said[model_type] = MODEL_TYPES[model_type]
@@ -163,29 +150,4 @@ def _refuse_what_is_not_computed(config: Config) -> None:
     positions = config.get("position_embedding_type") or "absolute"
     if positions != "absolute":
         raise ConfigError(f"position_embedding_type={positions!r}: only 'absolute' is computed")
-    for key, what in (("is_decoder", "a causal decoder"), ("add_cross_attention", "cross-attention")):
-        if config.get(key):
-            raise ConfigError(f"{key}={config[key]!r}: this family computes encoders, not {what}")
-
-
-def _size(config: Config, key: str, *, smallest: int = 1, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if value is None:
-        raise ConfigError(f"{key} is {'null' if key in config else 'absent'}; a count is needed")
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-        raise ConfigError(f"{key}={value!r} is not a count of at least {smallest}")
-    return value
-
-
-def _activation(config: Config) -> Activation:
-    name = config.get("hidden_act", "gelu")
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={name!r} is not computed; known are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def _eps(config: Config) -> float:
-    eps = config.get("layer_norm_eps", 1e-12)
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not isfinite(eps) or eps <= 0:
-        raise ConfigError(f"layer_norm_eps={eps!r} is not a positive number")
-    return float(eps)
+    fields.refuse(config, {"is_decoder": "a causal decoder", "add_cross_attention": "cross-attention"})

@@ -44,7 +44,7 @@ class BertFamily:
             nodes.append(Linear("pooler.dense", made.hidden, part, Placement.REPLICATED, bias=True, absent="skip"))
         return Blueprint(tuple(nodes))
 
-    def mapping(self) -> WeightMapping:
+    def mapping(self, config: Config) -> WeightMapping:
         """Return the names that transformers gives them."""
         return BertMapping()
 

@@ -6,15 +6,13 @@ Legend: B texts, T tokens, H hidden size, h this rank's heads, d size of a head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from steelyard.torch import Embedding, Linear, Norm, ops
+from steelyard.torch import Embedding, Linear, Norm, ops, take
 from steelyard_model_bert.config import EncoderConfig
-
-_Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 class EncoderOutput(NamedTuple):
@@ -44,7 +42,7 @@ class BertEncoder(nn.Module):
         self.max_positions = made.max_positions
         self.embeddings = _Embeddings(made, built)
         self.layers = nn.ModuleList(_Layer(made, built, layer) for layer in range(made.layers))
-        self.pooler = _take(built, "pooler.dense", Linear) if "pooler.dense" in built else None
+        self.pooler = take(built, "pooler.dense", Linear) if "pooler.dense" in built else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,10 +90,10 @@ class _Embeddings(nn.Module):
     def __init__(self, made: EncoderConfig, built: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self._style, self._pad = made.style, made.pad
-        self.word = _take(built, "embeddings.word_embeddings", Embedding)
-        self.position = _take(built, "embeddings.position_embeddings", Embedding)
-        self.token_type = _take(built, "embeddings.token_type_embeddings", Embedding)
-        self.norm = _take(built, "embeddings.LayerNorm", Norm)
+        self.word = take(built, "embeddings.word_embeddings", Embedding)
+        self.position = take(built, "embeddings.position_embeddings", Embedding)
+        self.token_type = take(built, "embeddings.token_type_embeddings", Embedding)
+        self.norm = take(built, "embeddings.LayerNorm", Norm)
 
     def forward(self, ids: Tensor, types: Tensor | None, positions: Tensor | None) -> Tensor:
         """Return the first hidden states.
@@ -125,12 +123,12 @@ class _Layer(nn.Module):
         stem = f"encoder.layer.{layer}"
         self._head_dim = made.hidden // made.heads
         self._activate = ops.activation(made.activation)
-        self.qkv = _take(built, f"{stem}.attention.qkv", Linear)
-        self.out = _take(built, f"{stem}.attention.output.dense", Linear)
-        self.attention_norm = _take(built, f"{stem}.attention.output.LayerNorm", Norm)
-        self.up = _take(built, f"{stem}.intermediate.dense", Linear)
-        self.down = _take(built, f"{stem}.output.dense", Linear)
-        self.norm = _take(built, f"{stem}.output.LayerNorm", Norm)
+        self.qkv = take(built, f"{stem}.attention.qkv", Linear)
+        self.out = take(built, f"{stem}.attention.output.dense", Linear)
+        self.attention_norm = take(built, f"{stem}.attention.output.LayerNorm", Norm)
+        self.up = take(built, f"{stem}.intermediate.dense", Linear)
+        self.down = take(built, f"{stem}.output.dense", Linear)
+        self.norm = take(built, f"{stem}.output.LayerNorm", Norm)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the next hidden states.
@@ -151,10 +149,3 @@ class _Layer(nn.Module):
             (B, T, h * d) -> (B, h, T, d)
         """
         return x.view(*x.shape[:-1], -1, self._head_dim).transpose(1, 2)
-
-
-def _take(built: Mapping[str, nn.Module], stem: str, kind: type[_Kind]) -> _Kind:
-    node = built[stem]
-    if not isinstance(node, kind):
-        raise TypeError(f"{stem} was built as {type(node).__name__}, not {kind.__name__}")
-    return node

@@ -1,0 +1,1 @@
+"""Qwen2-MoE, Qwen3-MoE and Mixtral decoders for steelyard."""
