@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SteelyardError,
         UnknownPlugin,
     )
+    from steelyard.into import LoadedInto, load_into
     from steelyard.loader import LoadedModel, load
     from steelyard.loadplan import LoadPlan
     from steelyard.planning import plan
@@ -51,6 +52,7 @@ __all__ = [
     "LoadError",
     "LoadPlan",
     "LoadReport",
+    "LoadedInto",
     "LoadedModel",
     "MissingShard",
     "NoWeights",
@@ -61,12 +63,15 @@ __all__ = [
     "UnknownPlugin",
     "__version__",
     "load",
+    "load_into",
     "plan",
 ]
 
 _HOMES = {
     "load": "loader",
     "LoadedModel": "loader",
+    "load_into": "into",
+    "LoadedInto": "into",
     "plan": "planning",
     "LoadPlan": "loadplan",
     "LoadReport": "report",

@@ -67,6 +67,7 @@ class Linear:
         absent: ``"skip"``: the node may be left out whole; a part of it that is there makes the rest needed.
         dtype: Code of a dtype that overrides the model's.
         layer: Index of the layer, if it lies in one.
+        because: What in the config asks for it, for messages.
     """
 
     stem: str
@@ -77,6 +78,7 @@ class Linear:
     absent: Literal["error", "skip"] = "error"
     dtype: str | None = None
     layer: int | None = None
+    because: str = ""
 
 
 @dataclass(frozen=True, slots=True)

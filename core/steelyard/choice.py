@@ -177,6 +177,9 @@ def _one_form(answers: Sequence[tuple[Accept, tuple[LocalNode, ...]]], finest: i
             return None, f"takes {form.name} on one rank and {answer.form.name} on another"
         form = answer.form
         for node in nodes:
+            unknown = [part.name for part in node.parts if form.part_order and part.name not in form.part_order]
+            if unknown and len(node.parts) > 1:
+                return None, f"orders the parts {', '.join(form.part_order or ())}, not {', '.join(unknown)}"
             if node.n % form.alignment[0] or node.k % form.alignment[1]:
                 return None, f"local shape [{node.n}, {node.k}] is not a multiple of {list(form.alignment)}"
         if finest is not None and (form.smallest_grid is None or finest < form.smallest_grid):

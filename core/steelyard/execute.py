@@ -325,8 +325,19 @@ class Executor:
             elif _equal(built[tie.target], built[tie.source]):
                 share_weight(built[tie.target], built[tie.source])
                 self.executed.shared.append(tie.target)
+            elif all(isinstance(built[stem], EmbeddingLayer) for stem in (tie.target, tie.source)):
+                one, other = (self._stored(stem) for stem in (tie.target, tie.source))
+                raise LoadError(f"{one} and {other} are one table in the model, and differ; keep one of them")
             else:
                 self.executed.apart.append(tie.target)
+
+    def _stored(self, stem: str) -> str:
+        """Return which tensor of which file a table was read from."""
+        (unit,) = (unit for planned in self._plan.nodes if planned.node.stem == stem for unit in planned.units.values())
+        names = [
+            f"{one.name} ({self._plan.checkpoint.files[one.file].name})" for one in unit.entries if one is not None
+        ]
+        return " and ".join(names)
 
     def _alias(self, node: Node, source: nn.Module) -> nn.Module:
         """Build a node around another's weight."""

@@ -91,7 +91,7 @@ class Experts(nn.Module):
             raise LoadError(f"{self.node.stem}: {ids.shape[-1]} experts a token, the node has {self.node.top_k}")
         tokens = x.reshape(-1, x.shape[-1])
         own, (every, ids, weights) = self.groups.replicas.gather_rows(
-            tokens, ids.flatten(0, -2), weights.flatten(0, -2)
+            tokens, *(one.reshape(-1, one.shape[-1]) for one in (ids, weights))
         )
         mixed: Tensor = self.kernel(every, ids, weights)
         return self.groups.experts.all_reduce(mixed)[own].view(x.shape)
@@ -99,7 +99,8 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         """Describe the node and this rank's share."""
         held = self.local.experts
+        here = f"{held.start} to {held.stop - 1}" if len(held) else "none"
         return (
-            f"{self.node.num_experts} experts (here {held.start} to {held.stop - 1}), {self.node.top_k} a token, "
+            f"{self.node.num_experts} experts (here {here}), {self.node.top_k} a token, "
             f"inner {self.node.w2.in_features} (here {self.local.inner}), {self.node.activation}"
         )

@@ -39,6 +39,15 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None, *, sm
     return value
 
 
+def count_if_stated(config: Mapping[str, Any], key: str, *, smallest: int = 1) -> int | None:
+    """Return a whole number, or None for a key that is absent or null: something else decides then.
+
+    Raises:
+        ConfigError: it is no whole number, or too small.
+    """
+    return None if config.get(key) is None else count(config, key, smallest=smallest)
+
+
 def layers(config: Mapping[str, Any], key: str = "num_hidden_layers") -> int:
     """Return the number of layers.
 

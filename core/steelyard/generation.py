@@ -144,12 +144,12 @@ class TextGenerator:
     def __init__(self, model: LoadedModel, settings: GenerationSettings) -> None:
         self.settings = settings
         key, module = model.plan.family_key, model.module
-        self._module = _writer(key, module)
+        self.module = _writer(key, module)
         self._device = next(iter(module.parameters())).device
         self._tokenizer = open_tokenizer(settings.folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        require_rows(self._tokenizer, settings.folder, self._module.vocabulary)
+        require_rows(self._tokenizer, settings.folder, self.module.vocabulary)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text.
@@ -196,11 +196,11 @@ class TextGenerator:
         """
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r} is no number of tokens above 0")
-        ids = self._of_first_rank_all(self._prompt(prompt))
-        room = self._module.max_positions - len(ids)
+        ids = self._ids_of_first_rank(self._prompt(prompt))
+        room = self.module.max_positions - len(ids)
         if room < 0:
             raise ConfigError(
-                f"the prompt has {len(ids)} tokens, and the model takes {self._module.max_positions}, "
+                f"the prompt has {len(ids)} tokens, and the model takes {self.module.max_positions}, "
                 "the continuation included; give a shorter prompt"
             )
         return self._write(ids, min(max_new_tokens, room), "positions" if room < max_new_tokens else "length", sampling)
@@ -242,9 +242,11 @@ class TextGenerator:
                     f"the prompt is empty, and {self.settings.folder} names no bos_token_id to begin a text with"
                 )
             ids = [self.settings.bos]
-        outside = [one for one in ids if not 0 <= one < self._module.vocabulary]
+        outside = [one for one in ids if not 0 <= one < self.module.vocabulary]
         if outside:
-            raise ConfigError(f"the prompt has the token {outside[0]}, and the model {self._module.vocabulary} tokens")
+            raise ConfigError(
+                f"the prompt has the token {outside[0]}, which is none of the model's {self.module.vocabulary}"
+            )
         return ids
 
     def _write(
@@ -260,7 +262,7 @@ class TextGenerator:
         while len(ids) < most:
             started = time.perf_counter()
             if cache is None:
-                cache = self._module.new_cache(1, len(prompt) + most)
+                cache = self.module.new_cache(1, len(prompt) + most)
             token = self._step(fed, cache, chooser)
             seconds[bool(ids)] += time.perf_counter() - started
             ids.append(token)
@@ -281,7 +283,7 @@ class TextGenerator:
     @torch.inference_mode()
     def _step(self, ids: Sequence[int], cache: Any, chooser: Chooser) -> int:
         """Return the token behind those fed."""
-        logits = self._module(torch.tensor([list(ids)], device=self._device), cache=cache, keep=1)
+        logits = self.module(torch.tensor([list(ids)], device=self._device), cache=cache, keep=1)
         token = int(_of_first_rank(chooser.choose(logits[0, -1])).item())
         if token == BROKEN:
             raise LoadError(
@@ -290,7 +292,7 @@ class TextGenerator:
             )
         return token
 
-    def _of_first_rank_all(self, ids: list[int]) -> list[int]:
+    def _ids_of_first_rank(self, ids: list[int]) -> list[int]:
         """Return rank 0's tokens, whose number may differ from this rank's."""
         count = int(_of_first_rank(torch.tensor(len(ids), device=self._device)).item())
         own = torch.tensor((ids + [0] * count)[:count], device=self._device)
@@ -342,11 +344,15 @@ class Chooser:
             token = logits.argmax()
         else:
             scaled = (logits - logits.max()) / self._sampling.temperature
-            likely, tokens = scaled.softmax(0).sort(descending=True, stable=True)
-            reached = nucleus(likely, self._sampling.top_p).cumsum(0, dtype=torch.float64)
+            likely, tokens = scaled.softmax(0), None
+            if self._sampling.top_p < 1:
+                likely, tokens = likely.sort(descending=True, stable=True)
+                likely = nucleus(likely, self._sampling.top_p)
+            reached = likely.cumsum(0, dtype=torch.float64)
             # A draw has 24 bits, so that draw * total stays below the total in float64, and the place below V.
             draw = torch.rand((), generator=self._draws).item()
-            token = tokens[(reached <= draw * reached[-1]).sum().clamp_max(len(tokens) - 1)]
+            place = (reached <= draw * reached[-1]).sum()
+            token = place if tokens is None else tokens.take(place)
         return torch.where(logits.isfinite().all(), token, BROKEN)
 
 
@@ -355,12 +361,10 @@ def nucleus(likely: Tensor, top_p: float) -> Tensor:
 
     Args:
         likely: Probabilities, the largest first.
-        top_p: What they must reach; 1 keeps all.
+        top_p: What they must reach.
     Shapes:
         likely: (V,) -> the same
     """
-    if top_p == 1:
-        return likely
     before = likely.cumsum(0, dtype=torch.float64) - likely
     return likely.masked_fill(before >= top_p, 0)
 
@@ -399,7 +403,8 @@ class TextWindow:
         # What they share, not all that was known: the prompt's last character may be finished by the continuation.
         piece = text[len(os.path.commonprefix([self._before, text])) :]
         if piece:
-            self._window = self._window[self._known :]
+            if not self._before.endswith(UNFINISHED):  # a window does not begin inside a character
+                del self._window[: self._known]
             self._known = len(self._window)
             self._before = self._decode(self._window)
         return piece

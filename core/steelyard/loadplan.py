@@ -139,12 +139,7 @@ class LoadPlan:
     @property
     def reader(self) -> tuple[str, str]:
         """How bytes will be read, ``"mmap"`` or ``"pread"``, and why."""
-        asked = self.effective.config.reader
-        if asked != "auto":
-            return asked, "asked for"
-        if self.target == CPU:
-            return "mmap", "on the CPU a mapped file is copied once, and only pages that are touched are read"
-        return "pread", "for an accelerator, extents are read whole instead of page by page"
+        return way_to_read(self.effective.config.reader, self.target)
 
     @property
     def asked(self) -> str:
@@ -242,6 +237,15 @@ class LoadPlan:
                 final += times * (size.final * slabs + bias)
                 work = max(work, buffered + size.transient)
         return RankPlan(rank, reads, requests, needed, read, final, final + work)
+
+
+def way_to_read(asked: str, target: str) -> tuple[str, str]:
+    """Return how bytes are read for a target, ``"mmap"`` or ``"pread"``, and why; what is asked for, if not ``"auto"``."""
+    if asked != "auto":
+        return asked, "asked for"
+    if target == CPU:
+        return "mmap", "on the CPU a mapped file is copied once, and only pages that are touched are read"
+    return "pread", "for an accelerator, extents are read whole instead of page by page"
 
 
 def _cost(piece: Piece) -> tuple[int, int, int]:

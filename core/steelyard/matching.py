@@ -146,7 +146,7 @@ class Matcher:
                 hit = hits[index]
                 if hit is None:
                     if tensor.absent == "error":
-                        problems.append(self._missing(tensor, sources, stem))
+                        problems.append(self._missing(tensor, node, sources, stem))
                     elif isinstance(tensor.absent, FillWith):
                         dims = tensor.dims[0]
                         found.append(Found(tensor, dims, dims, tensor.dtypes[0], (), fill=tensor.absent))
@@ -236,14 +236,21 @@ class Matcher:
             f"with out={sizes['out']}{_said_by(node)}, in={sizes.get('in', 1)} ({self._asked})",
         )  # fmt: skip
 
-    def _missing(self, tensor: StoredTensor, sources: Sequence[Source], stem: str) -> Finding:
+    def _missing(
+        self,
+        tensor: StoredTensor,
+        node: Linear | Embedding | Norm | Param | AttentionState,
+        sources: Sequence[Source],
+        stem: str,
+    ) -> Finding:
         names = list(dict.fromkeys(name for source in sources for name in source.names(tensor)))
         if not names:
             return Finding(
                 "missing", "error", stem, f"missing {tensor.name} of {stem}: the mapping names no place for it"
             )
         also = f" (also looked for {', '.join(names[1:])})" if len(names) > 1 else ""
-        return Finding("missing", "error", names[0], f"missing tensor {names[0]}{also}, needed for {stem}")
+        asked = f" ({node.because})" if isinstance(node, Linear) and node.because else ""
+        return Finding("missing", "error", names[0], f"missing tensor {names[0]}{also}, needed for {stem}{asked}")
 
     def _refuse(
         self,

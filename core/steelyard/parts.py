@@ -102,10 +102,12 @@ class PartFinder:
                     made.append(Alias(stem, keeper))
                     continue
                 made.append(AliasIfEqual(stem, keeper))
+                is_table = isinstance(by_stem[stem], Embedding) and isinstance(by_stem[keeper], Embedding)
+                other = "the load is refused" if is_table else "it stays apart"
                 self._add(
                     "untied", "note", stem,
                     f"{stem} is tied to {keeper} by the config, but stored too: "
-                    "it shares memory if the bytes are equal, else it stays apart",
+                    f"it shares memory if the bytes are equal, else {other}",
                 )  # fmt: skip
         return aliased, tuple(made)
 

@@ -190,7 +190,7 @@ def _plan(
     findings += segmenter.findings(Counter(one.cls for one in nodes))
     findings += quantization[1].findings() if quantization else ()
     findings += unusable
-    load_format = _format(options, checkpoint, registry)
+    load_format = format_of(options, checkpoint, registry)
     used: list[tuple[KindName, str]] = [("model", key), ("load format", load_format[0])]
     used += [("weight mapping", name) for name in publishers]
     used += [("quant dialect", quantization[0])] if quantization else []
@@ -312,8 +312,12 @@ def _leftovers(matcher: Matcher, drops: Any, *, strict: bool) -> tuple[Mapping[s
     return reasons, unexpected
 
 
-def _format(options: LoadConfig, checkpoint: Checkpoint, registry: Registry) -> tuple[str, LoadFormat]:
-    """Return the load format asked for, or the first installed one that claims the files."""
+def format_of(options: LoadConfig, checkpoint: Checkpoint, registry: Registry) -> tuple[str, LoadFormat]:
+    """Return the key and the format asked for, or the first installed one that claims the files.
+
+    Raises:
+        CapabilityError: none of them does.
+    """
     formats = registry["load format"]
     files = [file.name for file in checkpoint.files]
     keys = formats.list_keys() if options.load_format == "auto" else [options.load_format]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from steelyard.blueprint import AttentionState, Experts, Linear, Node
 from steelyard.choice import Choice, NoKernel, choose, choose_experts
@@ -18,7 +19,7 @@ from steelyard.local import LocalExperts, LocalNode, localize
 from steelyard.parts import NodeParts
 from steelyard.protocols import KernelBackend
 from steelyard.ranks import Ranks
-from steelyard.segments import Segment, can_join, steps_of, strict
+from steelyard.segments import Segment, can_join, starts_inside, steps_of, strict
 from steelyard.tasks import NodeClass
 from steelyard.units import UnitClass, shape_of
 
@@ -186,7 +187,7 @@ class Segmenter:
         except NoKernel as error:
             self._no_kernel(cls, stem, segment.scheme.key(), f"local shape [{nodes[0].n}, {nodes[0].k}]", error)
             return
-        self._take(choice, segment)
+        self._take(cls, stem, choice, segment, locals_)
 
     def _choose_experts(
         self, cls: NodeClass, stem: str, segments: Sequence[Segment], by_rank: Sequence[tuple[LocalNode, ...]]
@@ -209,19 +210,20 @@ class Segmenter:
             what = f"{len(nodes[0].experts)} local experts, {nodes[0].inner} rows of gate and of up each"
             self._no_kernel(cls, stem, " and ".join(keys), what, error)
             return
-        for segment in segments:
-            self._take(choice, segment)
+        for segment, locals_ in zip(segments, zip(*by_rank, strict=True), strict=True):
+            self._take(cls, stem, choice, segment, locals_)
 
-    def _take(self, choice: Choice, segment: Segment) -> None:
+    def _take(self, cls: NodeClass, stem: str, choice: Choice, segment: Segment, locals_: Sequence[LocalNode]) -> None:
         """Give a Segment its kernel, and its parts the order that the kernel's form wants."""
-        form = choice.form
-        if form.part_order is not None and len(segment.units) > 1:
-            rank_of = {name: index for index, name in enumerate(form.part_order)}
-            if missing := [name for name in segment.parts if name not in rank_of]:
-                raise CutError(
-                    "out", (0, 0), 0, f"kernel backend {choice.backend} orders parts {form.part_order}, not {missing}"
-                )
-            segment.units = tuple(sorted(segment.units, key=lambda unit: rank_of[unit.part]))
+        form, order = choice.form, choice.form.part_order
+        if order is not None and len(segment.units) > 1:
+            segment.units = tuple(sorted(segment.units, key=lambda unit: order.index(unit.part)))
+            for unit, follower in pairwise(segment.units):
+                if why := starts_inside(unit, follower, locals_, segment.steps):
+                    wanted = ", ".join(segment.parts)
+                    text = f"kernel backend {choice.backend} wants the parts in the order {wanted}, but {why}"
+                    self._note(cls, stem, "kernel", "error", text)
+                    return
         if form.weight_dtype is None:
             choice = replace(choice, form=replace(form, weight_dtype=segment.param_dtype))
         segment.choice = choice

@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of its parts, in the node's order."""
+        """Names of its parts, in the order in which they lie in its buffers."""
         return tuple(unit.part for unit in self.units)
 
     def on(self, local: LocalNode) -> SegmentOnRank:
@@ -163,21 +163,26 @@ def can_join(
     steps = [steps_of(unit, locals_, joined=joined) for unit in (*units, other)]
     if any(step != steps[0] for step in steps):
         return Verdict(False, f"{names} need different scale grids on the ranks asked for")
-    for unit in units:
-        for found in unit.tensors:
-            for dim in found.target:
-                if not isinstance(dim, Axis) or dim.of != "out" or dim.elements == 1:
-                    continue
-                period = steps[0].get("out", dim.elements) if is_grid(dim, unit.scheme.grid()) else dim.elements
-                rows = [len(_part(local, unit.part).out) for local in locals_]
-                ragged = next((count for count in rows if count % period), None)
-                if ragged is not None:
-                    return Verdict(
-                        False,
-                        f"{unit.part} has {ragged} rows on a rank and {found.tensor.name} "
-                        f"steps by {period}, so {other.part} would start inside a step",
-                    )
-    return Verdict(True)
+    return next(
+        (Verdict(False, why) for unit in units if (why := starts_inside(unit, other, locals_, steps[0]))), Verdict(True)
+    )
+
+
+def starts_inside(unit: UnitClass, other: UnitClass, locals_: Sequence[LocalNode], steps: Mapping[str, int]) -> str:
+    """Return why a part that follows another in one buffer would start inside a step; empty if it does not."""
+    for found in unit.tensors:
+        for dim in found.target:
+            if not isinstance(dim, Axis) or dim.of != "out" or dim.elements == 1:
+                continue
+            period = steps.get("out", dim.elements) if is_grid(dim, unit.scheme.grid()) else dim.elements
+            rows = [len(_part(local, unit.part).out) for local in locals_]
+            ragged = next((count for count in rows if count % period), None)
+            if ragged is not None:
+                return (
+                    f"{unit.part} has {ragged} rows on a rank and {found.tensor.name} "
+                    f"steps by {period}, so {other.part} would start inside a step"
+                )
+    return ""
 
 
 def _part(local: LocalNode, name: str) -> LocalPart:

@@ -113,3 +113,15 @@ def region_of(buffer: torch.Tensor, region: Region, code: str) -> torch.Tensor:
             start, length = start * bits // 8, length * bits // 8
         buffer = buffer.narrow(dim, start, length)
     return buffer
+
+
+def narrowed(t: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
+    """Return plain floats in the dtype of ``code``, and how many finite ones became infinite on the way.
+
+    >>> narrowed(torch.tensor([1.0, 70000.0]), "F16")
+    (tensor([1., inf], dtype=torch.float16), 1)
+    """
+    made = t.to(TORCH_DTYPES[code])
+    if code == "F32":
+        return made, 0
+    return made, int((torch.isinf(made) & ~torch.isinf(t)).sum())

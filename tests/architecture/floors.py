@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...] | str, ...] = (
     ("errors",),
     ("closed", "fields", "flags", "granularity", "headers", "ranks", "rope", "sizes", "target"),
     ("placement", "checkpoint"),
-    ("blueprint", "extents", "schemes", "discovery", "sentences"),
+    ("blueprint", "extents", "schemes", "discovery", "sentences", "texts"),
     ("config", "layouts", "local", "report"),
     ("steps",),
     ("protocols",),
@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, ...] | str, ...] = (
     ("execute", "decoder.model"),
     ("reporting",),
     ("torch", "loader"),
-    ("embedding",),
+    ("embedding", "generation", "into"),
     (ROOT,),
     ("cli", "testing"),
 )

@@ -28,6 +28,7 @@ TEXTS = (
     "👩‍👩‍👧‍👦 and 🇫🇷 and e\u0301",
     "def f(x: int = 10) -> str:\n    return f'{x:>08.3f}' if x != -1 else \"\"  # no\n",
     "x\r\ny\u00a0z\u3000w",
+    "a  1   22",  # blanks before a digit stay whole: without the split at digits, the last would go with it
 )
 
 

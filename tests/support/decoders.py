@@ -7,14 +7,14 @@ split over 2 ranks and repeat over 4.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-
-from support import ranks_decoders
 
 WORKER = "support.ranks_decoders:outputs"
 VOCABULARY = 97
@@ -65,6 +65,17 @@ def left_padded(lengths: list[int], seed: int = 0) -> Call:
     return call((ids * mask).tolist(), mask.tolist(), positions.tolist())
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: with models as small as these, more would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def tiny(folder: Path, model_type: str, *, bare: bool = False, seed: int = 0, **changes: Any) -> str:
     """Save a tiny model with every parameter random, so that no term of its formula is zero or one; return the folder.
 
@@ -83,7 +94,7 @@ def tiny(folder: Path, model_type: str, *, bare: bool = False, seed: int = 0, **
     model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1 if "norm" in name else 0, 0.3)
+            parameter.normal_(1 if "norm" in name else 0, 0.2)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -109,6 +120,54 @@ def rewritten(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Ten
     return str(folder)
 
 
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with q, k, v and gate, up of every layer laid one behind the other."""
+    left = dict(tensors)
+    made: dict[str, torch.Tensor] = {}
+    for name in tensors:
+        for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+            if f".{parts[0]}." in name:
+                made[name.replace(parts[0], whole)] = torch.cat(
+                    [left.pop(name.replace(parts[0], part)) for part in parts]
+                )
+    return left | made
+
+
+def in_pairs(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return rows of heads as Meta stores them: those that rotate together side by side (the inverse of HF's permute)."""
+    order = [half * (dim // 2) + pair for pair in range(dim // 2) for half in range(2)]
+    return rows.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+
+CONSOLIDATED = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.layers": "layers",
+}
+
+
+def consolidated(tensors: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
+    """Return tensors under the names, and with the rows, of Meta's and Mistral's own releases."""
+    made = {"rope.freqs": torch.zeros(dim // 2)}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name or ".k_proj." in name:
+            tensor = in_pairs(tensor, dim)
+        for ours, theirs in CONSOLIDATED.items():
+            name = name.replace(ours, theirs)
+        made[name] = tensor
+    return made
+
+
 @lru_cache(maxsize=4)
 def reference(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return transformers' model of a folder; without a head if its architecture has none."""
@@ -123,7 +182,7 @@ def expected_logits(folder: str, asked: Call, dtype: torch.dtype = torch.float32
     """Return what transformers computes in one forward: logits, or hidden states without a head."""
     model = reference(folder, dtype)
     given = {"attention_mask": asked["mask"], "position_ids": asked["positions"]}
-    with torch.inference_mode():
+    with torch.inference_mode(), one_thread():
         found = model(
             torch.tensor(asked["ids"]),
             use_cache=False,
@@ -134,7 +193,7 @@ def expected_logits(folder: str, asked: Call, dtype: torch.dtype = torch.float32
 
 
 def logits(pool: Any, folder: str, *calls: Call, tp: int = 1, **options: Any) -> list[torch.Tensor]:
-    """Return what steelyard computes of each batch; with several ranks in real processes, all of which must agree.
+    """Return what steelyard computes of each batch, in real rank processes; all of them must agree.
 
     Args:
         pool: The pool of rank processes.
@@ -145,8 +204,6 @@ def logits(pool: Any, folder: str, *calls: Call, tp: int = 1, **options: Any) ->
     """
     world = max(tp, options.get("ep", 1) * options.get("moe_tp", 1))
     options = {"tp": tp, "dtype": "float32"} | options
-    if world == 1:
-        return ranks_decoders.outputs(folder, list(calls), options)
     ranks = pool.values(WORKER, world, (folder, list(calls), options))
     for other in ranks[1:]:
         assert all(torch.equal(mine, its) for mine, its in zip(ranks[0], other, strict=True)), "the ranks disagree"

@@ -149,7 +149,7 @@ class ToyMoe(ToyDense):
         w2 = Linear("", inner, (Part("down", hidden),), Placement.ROWWISE)
         return [
             Linear(f"{stem}.gate", hidden, (Part("", count),), Placement.REPLICATED, layer=layer),
-            Experts(f"{stem}.experts", count, w13, w2, layer=layer),
+            Experts(f"{stem}.experts", count, w13, w2, top_k=text.get("num_experts_per_tok", 1), layer=layer),
         ]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.collectives import Group, current_ranks, tensor_parallel_group
+from steelyard.collectives import Group, current_ranks, groups_of, tensor_parallel_group
 from steelyard.errors import ConfigError
 from steelyard.ranks import Ranks
 
@@ -19,6 +19,26 @@ def test_a_group_of_one_rank_gives_its_input_back():
     assert Group().all_reduce(x) is x
     assert Group().all_gather(x, dim=0) is x
     assert (Group().size, Group().rank) == (1, 0)
+
+
+def test_a_group_of_one_rank_gives_its_rows_back():
+    x, ids = torch.ones(2, 3), torch.arange(2)
+    own, gathered = Group().gather_rows(x, ids)
+    assert own == slice(0, 2)
+    assert all(mine is theirs for mine, theirs in zip(gathered, (x, ids), strict=True))
+    assert Group().gather_rows(x[:0])[0] == slice(0, 0)
+
+
+def test_one_rank_is_alone_in_every_group():
+    groups = groups_of(Ranks())
+    assert [(one.size, one.rank) for one in (groups.tensor, groups.experts, groups.replicas)] == [(1, 0)] * 3
+
+
+def test_groups_of_several_ranks_need_torch_distributed():
+    with pytest.raises(
+        ConfigError, match=r"^world=2, rank=1 were asked for, but torch\.distributed is not initialised"
+    ):
+        groups_of(Ranks.of(ep=2, rank=1))
 
 
 def test_one_rank_needs_no_torch_distributed():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steelyard import execute
 from steelyard.blueprint import Embedding, Experts, FillWith, Linear, Norm, Param, Part, Placement, Tie
 from steelyard.config import LoadConfig
-from steelyard.errors import CapabilityError, LoadError, PlanError
+from steelyard.errors import LoadError, PlanError
 from steelyard.execute import overlapping
 from steelyard.layers import weight_of
 from steelyard.layouts import Source
@@ -334,20 +334,48 @@ def test_an_executor_runs_once(tmp_path):
     assert torch.equal(kernel_of(made.built["qkv"]).weight, before)
 
 
-def test_experts_are_refused_before_anything_is_read(tmp_path):
-    """Planned already, and not run yet: no half of a model."""
-    inner = Linear("", HIDDEN, (Part("gate", 8), Part("up", 8)), Placement.COLWISE)
-    experts = Experts("experts", 2, inner, Linear("", 8, (Part("down", HIDDEN),), Placement.ROWWISE))
+def experts_and_tensors(count=3, inner=8):
+    w13 = Linear("", HIDDEN, (Part("gate", inner), Part("up", inner)), Placement.COLWISE)
+    w2 = Linear("", inner, (Part("down", HIDDEN),), Placement.ROWWISE)
     tensors = {}
-    for expert in range(2):
-        tensors |= {f"experts.{expert}.{part}.weight": np.ones((8, HIDDEN), np.float32) for part in ("gate", "up")}
-        tensors[f"experts.{expert}.down.weight"] = np.ones((HIDDEN, 8), np.float32)
-    readers = []
-    plan = plan_toy(tmp_path, tensors, experts, others=(recording_format(readers),))
-    with pytest.raises(CapabilityError) as caught:
+    for expert in range(count):
+        for place, part in enumerate(("gate", "up")):
+            tensors[f"experts.{expert}.{part}.weight"] = values(3 * expert + place, (inner, HIDDEN))
+        tensors[f"experts.{expert}.down.weight"] = values(3 * expert + 2, (HIDDEN, inner))
+    return Experts("experts", count, w13, w2), tensors
+
+
+@both
+def test_experts_are_built_from_two_segments_in_the_order_of_the_file(tmp_path, way):
+    """E-06: gate and up of every expert in one buffer, down in another; one layer of both."""
+    experts, tensors = experts_and_tensors()
+    plan = plan_toy(tmp_path, tensors, experts, others=(recording_format([]),))
+    made, reader = executed(plan, way=way)
+    assert reader.names == list(tensors)
+    held = made.built["experts"].kernel.state_dict()
+    assert list(held) == ["w13", "w2"]
+    for expert in range(3):
+        gate, up, down = (tensors[f"experts.{expert}.{part}.weight"] for part in ("gate", "up", "down"))
+        assert held["w13"][expert].tolist() == np.concatenate([gate, up]).tolist()
+        assert held["w2"][expert].tolist() == down.tolist()
+
+
+def test_one_expert_twice_and_another_never_is_an_error_although_the_count_is_right(tmp_path, monkeypatch):
+    """E-06: a count of tensors would let it pass, and uninitialised memory with it."""
+    experts, tensors = experts_and_tensors()
+    plan = plan_toy(tmp_path, tensors, experts)
+
+    def twice(task):
+        if task.index:
+            return {}
+        reads = [
+            dataclasses.replace(one, region=((0, 1), *one.region[1:])) if one.expert == 1 else one for one in task.reads
+        ]
+        return {"reads": tuple(reads)}
+
+    tampered(monkeypatch, twice)
+    with pytest.raises(LoadError, match=r"^experts\.weight: 768 of 768 elements were written, .* more than once;"):
         executed(plan)
-    assert str(caught.value) == ("run the experts of experts: steelyard: plans experts, has no layer for them yet")
-    assert readers[0].names == []
 
 
 # --- streaming ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ KNOWN = {"silu": 1, "gelu": 2}
 TAKEN = {
     "a count": (lambda config: fields.count(config, "n"), {"n": 3}, 3),
     "a default count": (lambda config: fields.count(config, "n", 5), {}, 5),
+    "a stated count": (lambda config: fields.count_if_stated(config, "n"), {"n": 3}, 3),
+    "an absent count": (lambda config: fields.count_if_stated(config, "n"), {}, None),
+    "a null count": (lambda config: fields.count_if_stated(config, "n"), {"n": None}, None),
     "nothing at all": (lambda config: fields.count(config, "n", smallest=0), {"n": 0}, 0),
     "layers": (lambda config: fields.layers(config), {"num_hidden_layers": 4096}, 4096),
     "a number": (lambda config: fields.positive(config, "eps"), {"eps": 1}, 1.0),
@@ -31,6 +34,11 @@ REFUSED = {
         lambda config: fields.count(config, "n", smallest=2),
         {"n": 1},
         "n=1 is not a count of at least 2",
+    ),
+    "a stated count too small": (
+        lambda config: fields.count_if_stated(config, "n"),
+        {"n": 0},
+        "n=0 is not a count of at least 1",
     ),
     "too many layers": (
         fields.layers,

@@ -141,6 +141,25 @@ def test_gathering_several_parts_is_one_collective(rng, qkv):
     assert group.gathers == 1
 
 
+@pytest.mark.parametrize("inside", [("q", "k", "v"), ("v", "k", "q"), ("k", "v", "q")], ids="".join)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kernel_may_hold_the_parts_in_another_order(rng, qkv, inside, rank):
+    """E-01, P-12: outputs, their biases with them, come out in the node's order, gathered ones too; the kernel's stays."""
+    x = torch.randn(3, 5, 6, generator=rng)
+    plain = built.linear(QKV, *qkv, built.SilentGroup(2, rank))
+    layer = built.linear(QKV, *qkv, built.SilentGroup(2, rank), segments=[inside])
+    first = qkv[0][inside[0]]
+    rows = slice(rank * len(first) // 2, (rank + 1) * len(first) // 2)
+    assert torch.equal(layer.segments[0].kernel.weight[: len(first) // 2], first[rows])
+    torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.gathered(x), plain.gathered(x), rtol=0, atol=1e-6)
+    for mine, theirs in zip(layer.split(layer(x)), plain.split(plain(x)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert layer.group.gathers == plain.group.gathers == 1
+    assert layer.extra_repr() == plain.extra_repr()
+    assert dict(layer.part_sizes) == {"q": 4, "k": 2, "v": 2}
+
+
 def test_repeated_heads_are_not_gathered(qkv):
     """P-08: with 4 ranks and 2 key/value heads, joining the ranks' heads would double each."""
     layer = built.linear(QKV, *qkv, built.SilentGroup(4, 0))

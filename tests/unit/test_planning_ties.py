@@ -144,8 +144,8 @@ def test_two_stored_tables_of_a_group_are_compared_and_the_order_of_ties_decides
     made = plan_group(tmp_path, [DECODER, ENCODER], ties).check()
     assert set(made.ties) == {Alias(SHARED, ENCODER), AliasIfEqual(DECODER, ENCODER)}
     assert texts(made) == [
-        f"{DECODER} is tied to {ENCODER} by the config, but stored too: it shares memory if the bytes are equal, else it "
-        "stays apart"
+        f"{DECODER} is tied to {ENCODER} by the config, but stored too: it shares memory if the bytes are equal, else the "
+        "load is refused"
     ]
 
 

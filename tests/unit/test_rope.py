@@ -346,6 +346,14 @@ REFUSED = {
         old("dynamic", factor=2.0) | {"max_position_embeddings": 4096.5},
         f"max_position_embeddings=4096.5 is not {COUNT}",
     ),
+    "dynamic with a true length": (
+        old("dynamic", factor=2.0) | {"max_position_embeddings": True},
+        f"max_position_embeddings=True is not {COUNT}",
+    ),
+    "dynamic with a damaged length": (
+        old("dynamic", factor=2.0) | {"max_position_embeddings": 2**53 + 1},
+        f"max_position_embeddings=9007199254740993 is not {COUNT}",
+    ),
     "dynamic with a null length": (
         old("dynamic", factor=2.0) | {"max_position_embeddings": None},
         f"max_position_embeddings is null; {COUNT} is needed",

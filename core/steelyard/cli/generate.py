@@ -45,7 +45,7 @@ def generate(
     """
     if system is not None and not chat:
         raise typer.BadParameter("--system is a message of a chat; give --chat too")
-    config = config_of({"device": device, "dtype": dtype})
+    config = config_of({"device": device, "dtype": dtype, "tp": tp, "ep": ep})
 
     from steelyard.cli.job import job, require_torch
 
@@ -59,7 +59,7 @@ def generate(
     with job() as prints:
         # One process alone can read stdin. The others' prompts do not matter: the tokens are those of rank 0.
         text = _stdin() if prompt == STDIN and prints else prompt
-        generator = TextGenerator(load(settings.folder, tp=tp, ep=ep, config=config), settings)
+        generator = TextGenerator(load(settings.folder, config=config), settings)
         ids = generator.encode_chat(_messages(text, system)) if chat else generator.encode(text)
         made = generator.generate(
             ids,

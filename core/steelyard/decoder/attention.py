@@ -67,9 +67,6 @@ class KVCache:
 class Attention(nn.Module):
     """One rank's heads of a layer's attention.
 
-    Attributes:
-        window: Tokens that a token attends to, itself counted; None for all before it.
-
     Args:
         made: The decoder's sizes and choices.
         built: Stem to built node.
@@ -79,7 +76,7 @@ class Attention(nn.Module):
     def __init__(self, made: DecoderConfig, built: Mapping[str, nn.Module], layer: int) -> None:
         super().__init__()
         stem = f"layers.{layer}.self_attn"
-        self.layer, self.head_dim, self.window = layer, made.head_dim, made.windows[layer]
+        self.layer, self.head_dim = layer, made.head_dim
         self.qkv = take(built, f"{stem}.qkv_proj", Linear)
         self.out = take(built, f"{stem}.o_proj", Linear)
         self.q_norm = take(built, f"{stem}.q_norm", Norm) if made.has_qk_norm else None

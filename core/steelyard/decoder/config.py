@@ -25,7 +25,6 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 
 NOT_COMPUTED: Mapping[str, str] = {
-    "attention_multiplier": "a scale of attention scores",
     "attn_logit_softcapping": "a cap of attention scores",
     "embedding_multiplier": "a scale of embeddings",
     "final_logit_softcapping": "a cap of logits",
@@ -35,6 +34,11 @@ NOT_COMPUTED: Mapping[str, str] = {
     "add_cross_attention": "cross-attention",
 }
 """Keys that models of the same names set where they differ in their numbers."""
+
+DRAFTS = "num_nextn_predict_layers"
+
+NEUTRAL: tuple[object, ...] = (None, False, 1, 1.0, [])
+"""Values of these keys that change no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Traits:
         has_qk_norm: Whether each head of q and k is normalised before it is rotated.
         window: Which layers attend to a sliding window.
         theta: The base of rotary positions where a config states none.
-        defaults: Values of keys that a config may leave out.
+        defaults: Values of keys that a config may leave out; one that is null is not left out.
     """
 
     qkv_bias: bool | str = False
@@ -130,16 +134,20 @@ def read_decoder(config: Config, traits: Traits) -> DecoderConfig:
     Raises:
         ConfigError: a size is absent, or a value cannot be met; the text names the key and the value.
     """
-    stated = text_config(config)
-    text = {**traits.defaults, **{key: value for key, value in stated.items() if value is not None}}
-    fields.refuse(text, NOT_COMPUTED, neutral=(None, False, 1, 1.0))
+    text = {**traits.defaults, **text_config(config)}
+    fields.refuse(text, NOT_COMPUTED, NEUTRAL)
+    fields.refuse(text, {"attention_multiplier": "a scale of attention scores"})
+    if not fields.flag(text, "is_causal", True):
+        raise ConfigError("is_causal=False: attention to the tokens that follow is not computed by this family")
     hidden, heads = fields.count(text, "hidden_size"), fields.count(text, "num_attention_heads")
-    if text.get("head_dim") is None and hidden % heads:
-        raise ConfigError(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and no head_dim is set"
-        )
-    head_dim = fields.count(text, "head_dim", hidden // heads)
-    kv_heads = fields.count(text, "num_key_value_heads", heads)
+    head_dim = fields.count_if_stated(text, "head_dim")
+    if head_dim is None:
+        if hidden % heads:
+            raise ConfigError(
+                f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and no head_dim is set"
+            )
+        head_dim = hidden // heads
+    kv_heads = fields.count_if_stated(text, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     layers = fields.layers(text)
@@ -164,8 +172,8 @@ def read_decoder(config: Config, traits: Traits) -> DecoderConfig:
         has_qk_norm=traits.has_qk_norm,
         has_head=has_head,
         ties_head=has_head and fields.flag(text, "tie_word_embeddings", False),
-        drafts=fields.count(text, "num_nextn_predict_layers", 0, smallest=0),
-        is_nested="text_config" in config,
+        drafts=fields.layers(text, DRAFTS) if text.get(DRAFTS) else 0,
+        is_nested=config.get("text_config") is not None,
         notes=tuple(_contradictions(config)),
     )
 
@@ -181,27 +189,30 @@ def _windows(text: Config, rule: Window, layers: int) -> tuple[int | None, ...]:
         transformers 5.24, the ``__post_init__`` of MistralConfig, Qwen2Config, Qwen3Config, Qwen2MoeConfig and
         Qwen3MoeConfig, and where their models make masks.
     """
-    if rule == "none" or (rule == "always" and text.get("sliding_window") is None):
-        return (None,) * layers
-    if rule == "always":
-        if fields.flag(text, "use_sliding_window", True):
-            return (fields.count(text, "sliding_window"),) * layers
-        return (None,) * layers
-    if not fields.flag(text, "use_sliding_window", False) or text.get("sliding_window") is None:
-        return (None,) * layers
-    window = fields.count(text, "sliding_window")
-    types = text.get("layer_types")
-    if types is None:
+    is_used = rule != "none" and fields.flag(text, "use_sliding_window", rule == "always")
+    window = fields.count_if_stated(text, "sliding_window") if is_used else None
+    slides = [window is not None] * layers
+    if window is not None and rule in ("upper", "every_other"):
         border = fields.count(text, "max_window_layers", smallest=0)
         slides = [layer >= border if rule == "upper" else layer % 2 == 0 and layer < border for layer in range(layers)]
-        return tuple(window if one else None for one in slides)
-    known = {"full_attention": None, "sliding_attention": window}
+    types = text.get("layer_types")
+    if types is not None:
+        stated = _slides(types, layers)
+        if stated != slides and (window is None or rule == "always"):
+            without = "no window is set" if window is None else f"every layer has the window of {window}"
+            raise ConfigError(f"layer_types={types!r} contradicts the other keys, by which {without}")
+        slides = stated
+    return tuple(window if one else None for one in slides)
+
+
+def _slides(types: object, layers: int) -> list[bool]:
     if not isinstance(types, list) or len(types) != layers:
         raise ConfigError(f"layer_types={types!r} is not a list of {layers} names, one a layer")
+    known = ("full_attention", "sliding_attention")
     unknown = [name for name in types if name not in known]
     if unknown:
         raise ConfigError(f"layer_types names {unknown[0]!r}; computed are {', '.join(known)}")
-    return tuple(known[name] for name in types)
+    return [name == "sliding_attention" for name in types]
 
 
 def _contradictions(config: Config) -> list[str]:

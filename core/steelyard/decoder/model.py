@@ -97,7 +97,9 @@ class Decoder(nn.Module):
         self.vocabulary, self.max_positions, self.has_head = made.vocabulary, made.max_positions, made.has_head
         self.embedding = take(built, EMBEDDING, Embedding)
         mlp = mlp or (lambda layer: GatedMlp(made.activation, built, f"layers.{layer}.mlp"))
-        self.layers = nn.ModuleList(DecoderLayer(made, built, layer, mlp(layer)) for layer in range(made.layers))
+        layers = [DecoderLayer(made, built, layer, mlp(layer)) for layer in range(made.layers)]
+        self._kv_heads = layers[0].attention.kv_heads
+        self.layers = nn.ModuleList(layers)
         self.norm = take(built, "norm", Norm)
         self.head = take(built, HEAD, Linear) if made.has_head else None
         self.rotary = ops.Rotary(made.rope)
@@ -119,9 +121,7 @@ class Decoder(nn.Module):
             batch: Texts.
             tokens: Tokens that each may have, prompt and continuation.
         """
-        first = self.layers[0].attention
-        made = self.made
-        return KVCache(made.layers, batch, first.kv_heads, tokens, made.head_dim, self.embedding.weight)
+        return KVCache(self.made.layers, batch, self._kv_heads, tokens, self.made.head_dim, like=self.embedding.weight)
 
     def forward(
         self,
@@ -158,8 +158,8 @@ class Decoder(nn.Module):
             window: ops.causal_mask(new, before, window=window, kept=attention_mask, device=input_ids.device)
             for window in set(self.made.windows)
         }
-        for layer in self.layers:
-            hidden = layer(hidden, turns, masks[layer.attention.window], cache)
+        for layer, window in zip(self.layers, self.made.windows, strict=True):
+            hidden = layer(hidden, turns, masks[window], cache)
         if cache is not None:
             cache.advance(new)
         hidden = self.norm(hidden[:, -keep:] if keep else hidden)

@@ -68,10 +68,11 @@ class DecoderMapping:
 
     def drops(self, config: Config) -> tuple[Drop, ...]:
         """Return the layers that only draft tokens, and the head of a model that is used without one."""
-        first, prefix = self.made.layers, self.prefixes[0]
+        first = self.made.layers
         drops = [
             Drop(f"{prefix}layers.{first + extra}.*", "a layer that drafts tokens (num_nextn_predict_layers)")
             for extra in range(self.made.drafts)
+            for prefix in self.prefixes
         ]
         if not self.made.has_head:
             drops += [Drop(f"{name}.*", "the architecture has no head") for name in self.heads]

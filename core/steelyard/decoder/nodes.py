@@ -39,7 +39,8 @@ def blueprint_of(made: DecoderConfig, mlp: Callable[[int], Iterable[Node]]) -> B
     ties: tuple[Tie, ...] = ()
     if made.has_head:
         rows = (Part("", made.vocabulary, padded=True),)
-        nodes.append(Linear(HEAD, made.hidden, rows, Placement.COLWISE))
+        because = "" if made.ties_head else "tie_word_embeddings=False"
+        nodes.append(Linear(HEAD, made.hidden, rows, Placement.COLWISE, because=because))
         ties = (Tie(HEAD, EMBEDDING),) if made.ties_head else ()
     return Blueprint(tuple(nodes), ties, made.notes)
 

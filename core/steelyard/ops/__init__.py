@@ -7,14 +7,18 @@ from steelyard.ops.attention import attention, causal_mask, padding_mask, positi
 from steelyard.ops.moe import combine, permute, route, sort_by_expert
 from steelyard.ops.norms import layer_norm, rms_norm
 from steelyard.ops.pooling import cls_pool, last_token_pool, max_pool, mean_pool, mean_sqrt_len_pool, normalize
+from steelyard.ops.rotary import Rotary, apply_rotary, inverse_frequencies, rotate
 
 __all__ = [
     "ACTIVATIONS",
+    "Rotary",
     "activation",
+    "apply_rotary",
     "attention",
     "causal_mask",
     "cls_pool",
     "combine",
+    "inverse_frequencies",
     "last_token_pool",
     "layer_norm",
     "max_pool",
@@ -25,6 +29,7 @@ __all__ = [
     "permute",
     "positions_from_padding",
     "rms_norm",
+    "rotate",
     "route",
     "sort_by_expert",
 ]

@@ -5,9 +5,12 @@ Legend: B texts, T tokens, S keys, h query heads, g key/value heads, d size of a
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from steelyard.errors import ConfigError
 
@@ -38,9 +41,20 @@ def attention(
         # back to a product that holds every score at once. A copy of k and v is the smaller harm (H200, torch 2.11).
         k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
         shares = False
-    return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
-    )
+    with _without_plans(q):
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
+        )
+
+
+def _without_plans(q: Tensor) -> AbstractContextManager[None]:
+    """Return a context without cuDNN's kernel where one token is decoded: it makes a plan for every number of keys.
+
+    Each token has one more key than the token before, so each would wait for plans that no other uses.
+    """
+    if q.device.type == "cuda" and q.shape[2] == 1:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return nullcontext()
 
 
 def padding_mask(attention_mask: Tensor) -> Tensor:
@@ -100,18 +114,19 @@ def causal_mask(
     [[True, True, False], [False, True, True]]
     """
     total = before + new
-    slides = window is not None and window < total
+    if window is not None and window >= total:
+        window = None
     if kept is not None:
         if kept.is_floating_point():
             raise ConfigError(f"an attention mask is 1 and 0 in whole numbers or bools, not {kept.dtype}")
         if kept.shape[-1] != total:
             raise ConfigError(f"an attention mask of {kept.shape[-1]} tokens, and there are {total} with those before")
-    if kept is None and not slides and (not before or new == 1):
+    if kept is None and window is None and (not before or new == 1):
         return None
     keys = torch.arange(total, device=device)
     queries = keys[before:, None]
     allowed = keys <= queries
-    if slides:
+    if window is not None:
         allowed &= keys > queries - window
     if kept is None:
         return allowed[None, None]

@@ -68,5 +68,5 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         y (S, H), places (S,), weights (T, K) -> (T, H), in y's dtype
     """
     by_place = y.new_zeros(weights.numel(), y.shape[-1]).index_copy_(0, places, y)
-    by_token = by_place.view(*weights.shape, -1)
+    by_token = by_place.view(*weights.shape, y.shape[-1])
     return torch.einsum("tkh,tk->th", by_token.float(), weights.float()).to(y.dtype)

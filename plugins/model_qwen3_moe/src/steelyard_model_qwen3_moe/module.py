@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from steelyard.torch import Decoder, Experts, GatedMlp, Linear, ops, take
+from steelyard.torch import Decoder, Experts, GatedMlp, Linear, ops, take, weight_of
 from steelyard_model_qwen3_moe.config import MoeConfig
 
 
@@ -37,12 +37,14 @@ class SparseMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' weighted sum, with the gated output of the shared one, whole on every rank.
 
-        Weights stay in float32 until the outputs are added.
+        The router runs in the dtype of its weight, which ``keep_float32`` may name. The weights of a token's experts
+        stay in float32 until the outputs are added.
 
         Shapes:
             (..., H) -> (..., H)
         """
-        ids, weights = ops.route(self.router(x), self._top_k, renormalize=self._renormalizes)
+        logits = self.router(x.to(weight_of(self.router).dtype))
+        ids, weights = ops.route(logits, self._top_k, renormalize=self._renormalizes)
         y: Tensor = self.experts(x, ids, weights)
         if self.shared is not None and self.shared_gate is not None:
             y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)

@@ -1,0 +1,7 @@
+from steelyard.testing import PluginPackageSuite
+
+
+class TestPackage(PluginPackageSuite):
+    """M-15, M-16: every key resolves through metadata, and nothing heavy is imported for it."""
+
+    distribution = "steelyard-model-qwen3-moe"
