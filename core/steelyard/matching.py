@@ -113,11 +113,9 @@ class Matcher:
                         self.blamed.add(name)
                     continue
                 if hit is not None:
-                    self._error(
-                        "duplicate",
-                        name,
-                        f"duplicate tensors {hit[0]} and {name}: both are {stem}'s {tensor.name}; keep one of them",
-                    )
+                    files = " and ".join(dict.fromkeys(map(self.file_of, (hit[0], name))))
+                    text = f"both are {stem}'s {tensor.name}; keep one of them ({files})"
+                    self._error("duplicate", name, f"duplicate tensors {hit[0]} and {name}: {text}")
                     self.blamed.add(name)
                     continue
                 hit = (name, entry, source)

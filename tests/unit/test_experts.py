@@ -457,7 +457,7 @@ def test_an_expert_under_two_published_names_is_a_duplicate(tmp_path):
     hollow_m(tmp_path, tensors=tensors, num_hidden_layers=1)
     assert error_texts(planned(tmp_path, ep=2)) == [
         f"duplicate tensors model.layers.0.mlp.experts.2.gate_proj.weight and {twice}: "
-        "both are layers.0.mlp.experts.2's weight; keep one of them"
+        "both are layers.0.mlp.experts.2's weight; keep one of them (model.safetensors)"
     ]
 
 

@@ -14,8 +14,8 @@ from steelyard.blueprint import Embedding, Experts, FillWith, Linear, Norm, Part
 from steelyard.config import LoadConfig
 from steelyard.errors import CapabilityError, ConfigError, LoadError, PlanError
 from steelyard.into import load_into
-from steelyard.into.copies import Place, covered
-from steelyard.into.fill import turned, window
+from steelyard.into.copies import Copy, Place, covered
+from steelyard.into.fill import Filler, turned, window
 from steelyard.into.held import materialise, poison, state_of
 from steelyard.layouts import Drop, Source
 from steelyard.placement import Cut, Order, Pairs, RowOrder, Slice
@@ -255,6 +255,37 @@ def test_interleaved_places_do_not_share_elements_and_equal_ones_do():
     assert covered([(), ()])[1] == ()  # a scalar, written twice
 
 
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ([Slice(0, 2)], "a: 2 of 4 elements were written"),
+        ([Slice(0, 2), Slice(0, 2)], "a: 4 of 4 elements were written, [0:2] more than once"),
+        ([], "a: 0 of 4 elements were written"),
+    ],
+    ids=["a hole", "twice and never", "never"],
+)
+def test_what_was_done_is_held_to_exactly_once(places, said):
+    """load_into: whatever the plan says; a right count is not enough."""
+    module = module_of({"a": (4,)}, device="cpu")
+    (held,) = state_of(module).held
+    copies = [Copy(None, 1.0, Place("a", (place,))) for place in places]
+    with pytest.raises(LoadError) as caught:
+        Filler({"a": held}, ()).run(copies, None)
+    assert str(caught.value) == f"stored values contradict the module:\n  - {said}"
+
+
+def test_parts_that_the_module_ties_inside_one_node_are_refused(tmp_path):
+    """load_into: the plan is held to exactly once before anything is read."""
+    folder = write_toy(tmp_path / "c", {f"{one}.weight": values(0, (INNER, HIDDEN)) for one in ("gate", "up")})
+    module = module_of({"gate.weight": (INNER, HIDDEN), "up.weight": (INNER, HIDDEN)})
+    module.get_submodule("up").weight = module.get_submodule("gate").weight
+    registry = registry_of(
+        Linear("mlp", HIDDEN, PLAIN, Placement.COLWISE), names=lambda node, part, expert: (Source(part),)
+    )
+    with pytest.raises(PlanError, match=r"gate.weight of the module: \[0:6, 0:8\] would be written twice"):
+        load_into(module, folder, registry=registry)
+
+
 # --- what does not fit ---------------------------------------------------------------------------------------------
 
 
@@ -320,13 +351,15 @@ def test_an_optional_node_that_only_the_module_has_is_named(tmp_path):
 def test_what_the_family_leaves_out_or_does_not_know_is_copied_by_its_own_name(tmp_path):
     """load_into: a head, or a buffer of the state, that file and module have under one name."""
     stored = {"norm.weight": values(0, (4,)), "cls.bias": values(1, (6,)), "position_ids": np.arange(4)}
+    stored["own.weight"] = values(2, (3, 2))
     folder = write_toy(tmp_path / "c", stored)
-    module = module_of({"norm.weight": (4,), "cls.bias": (6,)})
+    module = module_of({"norm.weight": (4,), "cls.bias": (6,), "own.weight": (3, 2)})
     module.register_buffer("position_ids", torch.zeros(4, dtype=torch.int64, device="meta"))
     registry = registry_of(Norm("norm", 4), drops=(Drop("cls.*", "no head"), Drop("position_ids", "counted")))
     loaded = load_into(module, folder, registry=registry)
     require_equal(module, {name: stored[name] for name in module.state_dict()})
     assert loaded.report.dropped == {}
+    assert loaded.report.findings == ()
     details = {one.name: one.detail for one in loaded.report.parameters}
     assert details["cls.bias"] == "by name"
     assert details["norm.weight"] == "by the mapping of ToyForCausalLM"
@@ -512,7 +545,8 @@ def test_a_tied_parameter_stays_one(tmp_path, device, stored, ties):
 def test_a_tie_over_unlike_stored_weights_is_an_error(tmp_path, ties, family):
     """load_into, R060: the module ties what the file keeps apart, whichever stands first in the file."""
     for turn in (0, 1):
-        stored = {"embed.weight": values(turn, (10, HIDDEN)), "head.weight": values(1 - turn, (10, HIDDEN))}
+        stored = {"embed.weight": values(0, (10, HIDDEN)), "head.weight": values(1, (10, HIDDEN))}
+        stored = dict(sorted(stored.items(), reverse=bool(turn)))
         folder = tmp_path / str(turn)
         made = write_toy(folder, stored) if family else by_name(folder, stored)
         with pytest.raises(LoadError) as caught:
@@ -579,6 +613,20 @@ def test_a_transposed_parameter_is_filled_through_its_strides(tmp_path):
     load_into(module, by_name(tmp_path / "c", {"a": values(0, (3, 4))}))
     assert not module.a.is_contiguous()
     require_equal(module, {"a": values(0, (3, 4))})
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["equal", "unlike"])
+def test_parameters_over_the_same_memory_are_tied(tmp_path, other):
+    """load_into, R064: two objects, one weight; what the file stores for them must be equal."""
+    module = module_of({"a": (4,), "b": (4,)}, device="cpu")
+    module.b.data = module.a.data
+    folder = by_name(tmp_path / "c", {"a": values(0, (4,)), "b": values(other, (4,))})
+    if other:
+        with pytest.raises(LoadError, match="b .*differs from what fills a, and the module ties a and b"):
+            load_into(module, folder)
+    else:
+        load_into(module, folder)
+        require_equal(module, {"a": values(0, (4,)), "b": values(0, (4,))})
 
 
 def test_tensors_that_share_a_part_of_their_memory_are_refused(tmp_path):
@@ -713,6 +761,15 @@ class Forgetful(nn.Module):
         self.register_buffer("table", torch.arange(dim), persistent=False)
 
 
+class ForgetsADefault(nn.Module):
+    """Does not keep an argument that has a default: whether it was given cannot be seen."""
+
+    def __init__(self, dim, base=10):
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("table", torch.arange(dim) * base, persistent=False)
+
+
 class Reset(Forgetful):
     """Follows torch's convention for modules that are made on meta."""
 
@@ -756,6 +813,10 @@ def test_reset_parameters_makes_the_buffers_of_its_module(tmp_path):
     ("owner", "why"),
     [
         (lambda: on_meta(Forgetful, 5), r"Forgetful\(\.\.\.\): its constructor takes dim, which is not kept"),
+        (
+            lambda: on_meta(ForgetsADefault, 5, 3),
+            r"ForgetsADefault\(\.\.\.\): its constructor takes base, which is not kept",
+        ),
         (lambda: on_meta(Halved, 8.0), r"Halved\(\.\.\.\): made again it has base=2.0, and 4.0 here"),
         (lambda: on_meta(ResetInPart, 5), r"reset_parameters\(\): it is not overwritten in full"),
         (lambda: on_meta(ResetFromItself, 5), r"reset_parameters\(\): it is not overwritten in full"),
@@ -763,7 +824,7 @@ def test_reset_parameters_makes_the_buffers_of_its_module(tmp_path):
         (lambda: on_meta(Uninitialised), r"Uninitialised\(\.\.\.\): it is left without a value"),
         (lambda: on_meta(Raising, 5), r"reset_parameters\(\) failed with RuntimeError: no kernel for this"),
     ],
-    ids=["forgetful", "halved", "in part", "from itself", "at random", "uninitialised", "raising"],
+    ids=["forgetful", "default", "halved", "in part", "from itself", "at random", "uninitialised", "raising"],
 )
 def test_a_buffer_that_no_code_makes_in_full_is_refused_by_name_before_anything_is_read(tmp_path, owner, why):
     """load_into: over two poisons and two seeds; never garbage, never a guess."""

@@ -166,6 +166,13 @@ def test_a_large_part_and_a_small_one_are_added_in_float32():
     assert ops.combine(y, torch.arange(3), torch.ones(1, 3)).tolist() == [[1.0 + 2.0**-7]]
 
 
+def test_weights_keep_their_float32():
+    """Two outputs that nearly cancel: 0.501 in bfloat16 is 0.5, and nothing would be left."""
+    y = torch.tensor([[256.0], [-256.0]], dtype=torch.bfloat16)
+    found = ops.combine(y, torch.arange(2), torch.tensor([[0.501, 0.5]]))
+    assert found.tolist() == torch.tensor([[0.256]], dtype=torch.bfloat16).tolist()
+
+
 # --- whole blocks, against transformers --------------------------------------------------------------------------
 
 

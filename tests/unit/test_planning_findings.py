@@ -262,7 +262,7 @@ def test_a_split_and_a_fused_tensor_of_one_part_are_duplicates(tmp_path):
     made = plan_d(tmp_path, model__layers__0__self_attn__qkv_proj__weight=("BF16", (1024, 256)))
     assert error_texts(made) == [
         f"duplicate tensors {ATTN}.{one}_proj.weight and {ATTN}.qkv_proj.weight: both are layers.0.self_attn.qkv_proj's "
-        "weight; keep one of them"
+        "weight; keep one of them (model.safetensors)"
         for one in "qkv"
     ]
 
@@ -280,7 +280,7 @@ def test_experts_stored_one_by_one_and_stacked_are_duplicates(tmp_path):
     assert len(found) == 9
     assert found[0] == (
         f"duplicate tensors {MLP}.experts.0.gate_proj.weight and {MLP}.experts.gate_up_proj: "
-        "both are layers.0.mlp.experts.0's weight; keep one of them"
+        "both are layers.0.mlp.experts.0's weight; keep one of them (model.safetensors)"
     )
 
 
@@ -293,7 +293,7 @@ def test_two_sources_of_one_target_are_an_error(tmp_path):
         names=lambda node, part, expert: (Source("norm"), Source("bert.norm")),
     )
     assert error_texts(made) == [
-        "duplicate tensors norm.weight and bert.norm.weight: both are norm's weight; keep one of them"
+        "duplicate tensors norm.weight and bert.norm.weight: both are norm's weight; keep one of them (model.safetensors)"
     ]
 
 
@@ -622,7 +622,7 @@ def test_a_checkpoint_that_is_wrong_in_seven_ways_is_one_error_with_every_senten
             f"{ATTN}.o_proj.weight {FILE}: stored shape [256, 511], layers.0.self_attn.o_proj expects [256, 512] = "
             "[out, in] with out=256, in=512 (tp_size=3, ep_size=1, moe_tp=3)",
             "duplicate tensors model.layers.1.self_attn.q_proj.weight and model.layers.1.self_attn.qkv_proj.weight: both "
-            "are layers.1.self_attn.qkv_proj's weight; keep one of them",
+            "are layers.1.self_attn.qkv_proj's weight; keep one of them (model.safetensors)",
             f"model.layers.1.self_attn.o_proj.weight {FILE}: stored as F8_E4M3, layers.1.self_attn.o_proj takes F32 or "
             "BF16 or F16; codes and floats are never cast into each other",
             "missing tensor model.norm.weight, needed for norm",

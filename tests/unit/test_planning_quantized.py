@@ -484,7 +484,7 @@ def test_two_spellings_of_one_kv_scale_are_duplicates(tmp_path):
     hollow_d(tmp_path, tensors=tensors, quant="FP8-T")
     assert error_texts(planned(tmp_path)) == [
         f"duplicate tensors {ATTN}.k_proj.k_scale and {ATTN}.k_proj.output_scale: both are layers.0.self_attn.attn's "
-        "k_scale; keep one of them"
+        "k_scale; keep one of them (model.safetensors)"
     ]
 
 

@@ -150,6 +150,12 @@ def read_decoder(config: Config, traits: Traits) -> DecoderConfig:
     kv_heads = fields.count_if_stated(text, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    rope = read_rope(text, head_dim=head_dim, default_theta=traits.theta)
+    if rope.dim != head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor leaves {head_dim - rope.dim} of {head_dim} values of a head as they are; "
+            "this family's models rotate whole heads"
+        )
     layers = fields.layers(text)
     names = fields.architectures(config)
     has_head = not names or not all(name.endswith("Model") for name in names)
@@ -164,7 +170,7 @@ def read_decoder(config: Config, traits: Traits) -> DecoderConfig:
         max_positions=fields.count(text, "max_position_embeddings"),
         activation=fields.one_of(text, "hidden_act", ACTIVATIONS, "silu"),
         eps=fields.positive(text, "rms_norm_eps"),
-        rope=read_rope(text, head_dim=head_dim, default_theta=traits.theta),
+        rope=rope,
         windows=_windows(text, traits.window, layers),
         has_qkv_bias=_bias(text, traits.qkv_bias),
         has_out_bias=_bias(text, traits.out_bias),

@@ -185,7 +185,7 @@ def test_both_names_of_one_norm_are_a_duplicate(planned, stem, ending):
     """B-02, R125: even if they are equal; which of the two is meant is not guessed."""
     plan = planned(toy_b_tensors() | {f"{stem}.{OLD[ending]}": stored_float(64)})
     assert error_texts(plan) == [
-        f"duplicate tensors {stem}.{ending} and {stem}.{OLD[ending]}: both are {stem}'s {ending}; keep one of them"
+        f"duplicate tensors {stem}.{ending} and {stem}.{OLD[ending]}: both are {stem}'s {ending}; keep one of them (model.safetensors)"
     ]
 
 
@@ -194,7 +194,7 @@ def test_one_tensor_behind_two_prefixes_is_a_duplicate(planned):
     plan = planned(toy_b_tensors() | {"bert.embeddings.word_embeddings.weight": stored_float(50, 64)})
     assert texts(plan, "duplicate") == [
         "duplicate tensors embeddings.word_embeddings.weight and bert.embeddings.word_embeddings.weight: both are "
-        "embeddings.word_embeddings's weight; keep one of them"
+        "embeddings.word_embeddings's weight; keep one of them (model.safetensors)"
     ]
 
 

@@ -215,6 +215,10 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 REFUSED = {
+    "half a head rotated": (
+        {"partial_rotary_factor": 0.5, "head_dim": 8},
+        "partial_rotary_factor leaves 4 of 8 values of a head as they are; this family's models rotate whole heads",
+    ),
     "no hidden size": ({"hidden_size": None}, "hidden_size is null; a count is needed"),
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0 is not a count of at least 1"),
     "heads": (

@@ -42,7 +42,7 @@ def test_two_models_in_one_file_are_not_mixed(planned, small):
     shapes = {name: shape for name, shape in dense_shapes(small).items() if name != "lm_head.weight"}
     plan = planned(small | {"architectures": ["LlamaModel"]}, shapes | {"norm.weight": (12,)})
     assert error_texts(plan) == [
-        "duplicate tensors norm.weight and model.norm.weight: both are norm's weight; keep one of them"
+        "duplicate tensors norm.weight and model.norm.weight: both are norm's weight; keep one of them (model.safetensors)"
     ]
 
 
@@ -53,7 +53,7 @@ def test_a_tensor_stored_split_and_fused_is_a_duplicate(planned, small):
     first = error_texts(plan)[0]
     assert first == (
         f"duplicate tensors {stem}.q_proj.weight and {stem}.qkv_proj.weight: both are layers.0.self_attn.qkv_proj's weight; "
-        "keep one of them"
+        "keep one of them (model.safetensors)"
     )
 
 

@@ -89,7 +89,7 @@ def test_a_shared_expert_is_a_dense_mlp_beside_a_gate_of_one_row(config_of):
     ],
 )
 def test_dense_layers_stand_where_transformers_has_them(config_of, model_type, changes, sparse):
-    """M-18: by transformers' own model on meta; a step of 2 makes layer 1 sparse, not layer 0."""
+    """By transformers' own model on meta; a step of 2 makes layer 1 sparse, not layer 0."""
     config = config_of(model_type, num_hidden_layers=5, intermediate_size=32, **changes)
     assert [layer for layer, one in enumerate(read_config(config).sparse) if one] == sparse
     with torch.device("meta"):
@@ -158,7 +158,7 @@ OWN_SIZES = {
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_what_a_config_leaves_out_is_what_transformers_takes(config_of, model_type):
-    """M-18: every value but the sizes, against the config class of transformers 5.24."""
+    """Every value but the sizes, against the config class of transformers 5.24."""
     stated = {key: config_of(model_type)[key] for key in (*SIZES, *OWN_SIZES[model_type])}
     made = read_config(stated | {"model_type": model_type})
     theirs = CLASSES[model_type](**stated)
@@ -181,7 +181,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(config_of, model_ty
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_a_config_that_transformers_writes_is_read(config_of, model_type):
-    """M-18: it names Qwen3-MoE's experts num_local_experts, and states every key."""
+    """It names Qwen3-MoE's experts num_local_experts, and states every key."""
     written = CLASSES[model_type](**config_of(model_type)).to_dict()
     assert ("num_local_experts" in written) == (model_type != "qwen2_moe")
     assert read_config(written) == read_config(config_of(model_type))
@@ -290,7 +290,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("model_type", "changes", "text"), REFUSED.values(), ids=REFUSED)
 def test_a_value_that_cannot_be_met_is_refused_by_key_and_value(config_of, model_type, changes, text):
-    """M-18, E-31: one key wrong, one sentence; it says what stands there and what would do."""
+    """M-18: one key wrong, one sentence; it says what stands there and what would do."""
     with pytest.raises(ConfigError) as caught:
         MoeFamily().blueprint(config_of(model_type, **changes))
     assert str(caught.value) == text
@@ -320,7 +320,7 @@ def test_no_load_options_are_set(config_of):
 
 
 def test_the_family_plans_where_torch_is_absent(config_of):
-    """M-02: blueprint, names and drops import no torch."""
+    """Blueprint, names and drops import no torch."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from steelyard_model_qwen3_moe.family import MoeFamily\n"

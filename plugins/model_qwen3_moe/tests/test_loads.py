@@ -76,22 +76,23 @@ def test_the_ranks_together_hold_the_checkpoint(mixture, registry, drawn):
 
 @pytest.mark.parametrize(("model_type", "ep"), [("qwen3_moe", 1), ("qwen3_moe", 2), ("mixtral", 2)])
 def test_every_form_of_the_experts_gives_the_same_memory(tmp_path, mixture, registry, model_type, ep):
-    """R068, E-08: one by one, fused, stacked with the ending .weight and without it; TOY-M, bit for bit."""
+    """R068, E-08, E-14: one by one, fused, stacked with the ending .weight and without it, mapped or read; bit for bit."""
     config = mixture.configs[model_type] | {"num_hidden_layers": 1}
     arrays = mixture.arrays(config)
     loads = {}
     for form in FORMS:
         folder = mixture.write(tmp_path / form, config, mixture.stored(config, arrays, form))
         made = plan(folder, ep=ep, target="cpu", registry=registry).check()
-        loads[form] = [mixture.held(executed(made, rank)[0].built) for rank in range(ep)]
+        for way in ("mmap", "pread"):
+            loads[form, way] = [mixture.held(executed(made, rank, way)[0].built) for rank in range(ep)]
     for rank in range(ep):
-        first = loads["split"][rank]
+        first = loads["split", "mmap"][rank]
         assert first["layers.0.mlp.experts", "w13"].shape == (4 // ep, 512, 256)
         wanted = mixture.expected(config, arrays, ep=ep, rank=rank)
         assert all((first[place] == wanted[place]).all() for place in wanted)
-        for form, held in loads.items():
+        for how, held in loads.items():
             assert held[rank].keys() == first.keys()
-            assert all((held[rank][place] == first[place]).all() for place in first), form
+            assert all((held[rank][place] == first[place]).all() for place in first), how
 
 
 @pytest.mark.parametrize("way", ["mmap", "pread"])

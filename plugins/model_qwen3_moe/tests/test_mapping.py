@@ -122,7 +122,7 @@ def test_a_stack_of_another_shape_is_refused_by_name_and_shape(mixture, planned,
 
 @pytest.mark.parametrize("name", ["shared_expert_gate.weight", "shared_expert.up_proj.weight", "gate.weight"])
 def test_a_shared_expert_and_the_router_are_needed(mixture, planned, shapes_in, name):
-    """R068: a mixture that computes without them gives other numbers without a word."""
+    """L-19: a mixture that computes without them gives other numbers without a word."""
     config = mixture.configs["qwen2_moe"]
     shapes = shapes_in(config)
     del shapes[f"model.layers.0.mlp.{name}"]
@@ -148,7 +148,7 @@ def test_a_model_without_a_head_drops_it(mixture, planned, shapes_in):
 
 
 def test_a_width_that_the_ranks_do_not_divide_is_refused(mixture, planned, shapes_in):
-    """E-31: an expert's, where ranks cut it; whole experts on as many ranks are fine."""
+    """E-04: an expert's, where ranks cut it; whole experts on as many ranks are fine."""
     config = mixture.configs["qwen3_moe"] | {"moe_intermediate_size": 6}
     assert error_texts(planned(config, shapes_in(config), tp=4)) == [
         "layers.0.mlp.experts: cannot cut out[0:6]: 6 elements do not divide by tp 4; sizes that fit: 1, 2, 3, 6 "

@@ -107,7 +107,7 @@ def test_every_rank_computes_what_transformers_computes(outputs, expected, varia
 
 @pytest.mark.parametrize("model_type", VARIANTS)
 def test_replicas_may_bring_texts_of_any_length(outputs, folder_of, model_type):
-    """E-02: one token on one rank beside 21 on the other; both go through the experts of both."""
+    """One token on one rank beside 21 on the other; both go through the experts of both."""
     folder = folder_of(model_type, **VARIANTS[model_type][0])
     calls = [[call(texts(1, 1, seed=3))], [call(texts(3, 7, seed=4))]]
     for asked, found in zip(calls, outputs([folder], calls, ep=2), strict=True):
@@ -117,7 +117,7 @@ def test_replicas_may_bring_texts_of_any_length(outputs, folder_of, model_type):
 @pytest.mark.parametrize(("tp", "ep", "moe_tp"), [(1, 2, 1), (2, 2, 2)])
 @pytest.mark.parametrize("model_type", VARIANTS)
 def test_decoding_with_a_cache_is_the_whole_forward(outputs, folder_of, model_type, tp, ep, moe_tp):
-    """R073: a prompt, then tokens alone and in pairs, with experts on several ranks; a window of 4 slides over it."""
+    """A prompt, then tokens alone and in pairs, with experts on several ranks; a window of 4 slides over it."""
     folder = folder_of(model_type, **VARIANTS[model_type][1])
     calls = [
         [

@@ -2,6 +2,6 @@ from steelyard.testing import PluginPackageSuite
 
 
 class TestPackage(PluginPackageSuite):
-    """M-15, M-16: every key resolves through metadata, and nothing heavy is imported for it."""
+    """M-02: every key resolves through metadata, and nothing heavy is imported for it."""
 
     distribution = "steelyard-model-qwen3-moe"
