@@ -28,7 +28,7 @@ from steelyard.loadplan import LoadPlan
 from steelyard.local import LocalExperts, localize
 from steelyard.protocols import ExpertsBackend, Reader
 from steelyard.steps import Alias, Check, Read, Region
-from steelyard.storage import TORCH_DTYPES, WORDS, finish, in_memory, itemsize, region_of
+from steelyard.storage import TORCH_DTYPES, finish, in_memory, narrowed, region_of, words
 from steelyard.tasks import SegmentTask
 from steelyard.units import shape_of
 
@@ -61,11 +61,6 @@ def allocate(shape: tuple[int, ...], code: str, device: torch.device) -> torch.T
         stored shape -> the same, the last dim in bytes where elements are narrower than a byte
     """
     return torch.empty(in_memory(code, shape), dtype=TORCH_DTYPES[code], device=device)
-
-
-def words(t: torch.Tensor, code: str) -> torch.Tensor:
-    """Return a tensor's elements as integers of their width: the same memory, never converted."""
-    return t.view(WORDS[itemsize(code)]) if code != "C64" else t
 
 
 def overlapping(regions: Sequence[Region]) -> Region | None:
@@ -219,8 +214,8 @@ class Executor:
         moved = moved.to(self._device).view(piece.dtype)
         code, kept = read.dtype, segment.codes[read.buffer]
         if kept in ("F16", "BF16") and code != kept and code in FLOATS:
-            wide, moved, code = moved, moved.to(TORCH_DTYPES[kept]), kept
-            lost = int((torch.isinf(moved) & ~torch.isinf(wide)).sum())
+            moved, lost = narrowed(moved, kept)
+            code = kept
             if lost:
                 self._problems.append(
                     f"{read.name} ({self._file(read)}): {lost} of {moved.numel()} values are too large for {kept}"

@@ -125,3 +125,8 @@ def narrowed(t: torch.Tensor, code: str) -> tuple[torch.Tensor, int]:
     if code == "F32":
         return made, 0
     return made, int((torch.isinf(made) & ~torch.isinf(t)).sum())
+
+
+def words(t: torch.Tensor, code: str) -> torch.Tensor:
+    """Return a tensor's elements as integers of their width: the same memory, never converted."""
+    return t.view(WORDS[itemsize(code)]) if code != "C64" else t

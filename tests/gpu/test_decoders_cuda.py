@@ -76,3 +76,16 @@ def test_after_a_load_nothing_is_held_beside_the_parameters(folder):
     held = torch.cuda.memory_allocated() - before
     own = sum({one.data_ptr(): one.nbytes for one in loaded.module.parameters()}.values())
     assert held - own < 1 << 20
+
+
+def test_a_module_on_meta_is_filled_on_the_device(folder):
+    """X-24: transformers' own module, its buffers made again; logits as `from_pretrained` has them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    steelyard.load_into(module, folder, device="cuda")
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
+    ids = torch.arange(1, 41, device="cuda").reshape(2, 20)
+    with torch.inference_mode():
+        assert torch.equal(module(ids).logits, peer(ids).logits)

@@ -523,8 +523,8 @@ TIE = (Tie("head", "embed"),)
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
     ("stored", "ties"),
-    [(("embed",), TIE), (("head",), TIE), (("embed", "head"), TIE), (("embed", "head"), ())],
-    ids=["embed", "head", "both", "both, untied by the config"],
+    [(("embed",), TIE), (("head",), TIE), (("embed", "head"), TIE), (("head", "embed"), TIE), (("embed", "head"), ())],
+    ids=["embed", "head", "both", "both, the head first", "both, untied by the config"],
 )
 def test_a_tied_parameter_stays_one(tmp_path, device, stored, ties):
     """load_into, R064, R066: whichever of the names is stored; both, if they are equal."""

@@ -9,13 +9,12 @@ import torch
 
 from steelyard.dtypes import FLOATS, nbytes
 from steelyard.errors import LoadError
-from steelyard.execute import words
 from steelyard.into.copies import Copy, Place, covered, describe
 from steelyard.into.held import Held
 from steelyard.placement import Pairs, Slice
 from steelyard.protocols import Reader
 from steelyard.steps import Read
-from steelyard.storage import finish, narrowed
+from steelyard.storage import finish, narrowed, words
 
 
 class Filler:
