@@ -6,7 +6,6 @@ are rank 0's, so that no rank can go another way.
 
 from __future__ import annotations
 
-import math
 import operator
 import os.path
 import time
@@ -20,6 +19,7 @@ from torch import distributed
 from steelyard.collectives import is_initialized
 from steelyard.errors import ConfigError, LoadError
 from steelyard.loader import LoadedModel
+from steelyard.sampling import BROKEN, GREEDY, Chooser, Sampling
 from steelyard.texts import GenerationSettings, open_tokenizer, render_chat, require_rows
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 Stop: TypeAlias = Literal["eos", "length", "positions"]
 """Why a text ended: the model ended it, it has the tokens asked for, or the model has no more positions."""
 
-COOLEST = 1e-4
-"""The lowest temperature above 0; below it logits over the temperature leave float32."""
-
-BROKEN = -1  # in a token's place: the logits were not finite
 UNFINISHED = "\ufffd"  # what a decoder puts where the bytes of a character are missing
 
 
@@ -65,37 +61,6 @@ class TextModel(Protocol):
     ) -> Tensor:
         """Return logits (B, T, V), or of the last ``keep`` tokens only; with a cache, tokens go behind those in it."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is chosen from logits.
-
-    Attributes:
-        temperature: 0 takes the likeliest token; above, what logits are divided by before one is drawn.
-        top_p: Draw only from the likeliest tokens whose probability together reaches this.
-        seed: Draws of the same seed are the same, on every device; None draws anew each time.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.temperature == 0 or COOLEST <= self.temperature < math.inf):
-            raise ConfigError(
-                f"temperature={self.temperature!r}: give 0 for the likeliest token, or {COOLEST} and more"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p!r} is no probability above 0 and up to 1")
-        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 1 << 63):
-            raise ConfigError(f"seed={self.seed!r} is no whole number from 0 and below 2**63")
-
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,57 +281,6 @@ def _of_first_rank(values: Tensor) -> Tensor:
     if is_initialized() and distributed.get_world_size() > 1:
         distributed.broadcast(values, src=0)
     return values
-
-
-class Chooser:
-    """Chooses tokens as a `Sampling` says; draws follow one another.
-
-    Args:
-        sampling: What says so.
-    """
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._draws = torch.Generator()
-        if sampling.seed is None:
-            self._draws.seed()
-        else:
-            self._draws.manual_seed(sampling.seed)
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return a token, or `BROKEN` if a logit is not finite.
-
-        Shapes:
-            logits: (V,) -> (), int64
-        """
-        logits = logits.float()
-        if self._sampling.temperature == 0:
-            token = logits.argmax()
-        else:
-            scaled = (logits - logits.max()) / self._sampling.temperature
-            likely, tokens = scaled.softmax(0), None
-            if self._sampling.top_p < 1:
-                likely, tokens = likely.sort(descending=True, stable=True)
-                likely = nucleus(likely, self._sampling.top_p)
-            reached = likely.cumsum(0, dtype=torch.float64)
-            # A draw has 24 bits, so that draw * total stays below the total in float64, and the place below V.
-            draw = torch.rand((), generator=self._draws).item()
-            place = (reached <= draw * reached[-1]).sum()
-            token = place if tokens is None else tokens.take(place)
-        return torch.where(logits.isfinite().all(), token, BROKEN)
-
-
-def nucleus(likely: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest probabilities that together reach ``top_p``, and put 0 in the others' place.
-
-    Args:
-        likely: Probabilities, the largest first.
-        top_p: What they must reach.
-    Shapes:
-        likely: (V,) -> the same
-    """
-    before = likely.cumsum(0, dtype=torch.float64) - likely
-    return likely.masked_fill(before >= top_p, 0)
 
 
 class TextWindow:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
 
+NO_PADDING: Final = -1  # what early conversions of Llama write for a padding token that does not exist
 GENERATION: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -95,7 +96,7 @@ def _ids(
     """Return the ids that the first place has under a key; none if no place says one."""
     for file, content in places:
         value = content.get(key)
-        if value is None:
+        if value is None or (value == NO_PADDING and key == "pad_token_id"):
             continue
         ids = value if many and isinstance(value, list) else [value]
         if not ids or not all(type(one) is int and one >= 0 for one in ids):

@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, ...] | str, ...] = (
     ("loadplan", "segmenting"),
     ("planning",),
     TORCH_LINE,
-    ("collectives", "ops", "storage", "agree"),
+    ("collectives", "ops", "sampling", "storage", "agree"),
     ("checks", "layers", "reader"),
     ("experts", "decoder.attention"),
     ("execute", "decoder.model"),

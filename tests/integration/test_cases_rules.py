@@ -239,7 +239,7 @@ def test_a_loaded_table_looks_up_on_two_ranks_as_on_one(tmp_path, rank_pool, fam
     folder, stem, table = looked_up_in(tmp_path, family)
     ids = [0, 7, 3]
     expected = functional.embedding(torch.tensor(ids), torch.from_numpy(table))
-    for found in rank_pool.values("support.cases:looked_up", 2, (str(folder), stem, ids)):
+    for found in rank_pool.values("support.ranks_decoders:looked_up", 2, (str(folder), stem, ids)):
         assert torch.equal(found, expected)
 
 

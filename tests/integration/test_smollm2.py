@@ -50,7 +50,7 @@ def test_the_model_writes_what_it_should(model, folder):
 
 
 def test_logits_equal_transformers(model, peer, folder):
-    """P-25, B-07: bf16 as stored, computed in float32; a text, a chat and a count, each whole and token by token."""
+    """P-25: bf16 as stored, computed in float32; a text, a chat and a count, each whole and token by token."""
     generator = TextGenerator(model, generation_settings(folder))
     for text in (PROMPT, COUNTING, "<|im_start|>user\nWie heißt du?<|im_end|>\n"):
         ids = torch.tensor([generator.encode(text)])

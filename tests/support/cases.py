@@ -292,14 +292,6 @@ def held(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def looked_up(folder: str, stem: str, ids: list[int]) -> torch.Tensor:
-    """Load a folder on this rank process and return what one of its tables looks up."""
-    module = steelyard.load(folder, device="cpu").module
-    (table,) = (one for one in module.modules() if isinstance(one, Embedding) and one.node.stem == stem)
-    found: torch.Tensor = table(torch.tensor(ids))
-    return found
-
-
 def assert_holds(module: nn.Module, expected: Arrays, dtype: str = "BF16") -> None:
     """Compare every parameter and buffer of a rank's model with what it must hold, bit for bit."""
     found = held(module)

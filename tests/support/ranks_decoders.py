@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import steelyard
+from steelyard.torch import Embedding
 
 
 def outputs(folder: str, calls: list[dict[str, Any]], options: dict[str, Any]) -> list[torch.Tensor]:
@@ -45,3 +46,11 @@ def computed(module: Any, asked: dict[str, Any]) -> torch.Tensor:
         start = stop
     assert start == tokens, "the chunks are not the text"
     return torch.cat(found, 1)
+
+
+def looked_up(folder: str, stem: str, ids: list[int]) -> torch.Tensor:
+    """Load a folder on this rank process and return what one of its tables looks up."""
+    module = steelyard.load(folder, device="cpu").module
+    (table,) = (one for one in module.modules() if isinstance(one, Embedding) and one.node.stem == stem)
+    found: torch.Tensor = table(torch.tensor(ids))
+    return found

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-from steelyard.generation import Generation, Sampling, TextGenerator
+from steelyard.generation import Generation, TextGenerator
+from steelyard.sampling import Sampling
 from steelyard.texts import GenerationSettings
 from support.parrot import BOS, EOS, V, bytes_tokenizer
 

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import nn
 
 from steelyard.errors import CheckpointError, ConfigError, LoadError
-from steelyard.generation import COOLEST, Chooser, Generation, Sampling, TextGenerator, TextWindow, nucleus
+from steelyard.generation import Generation, TextGenerator, TextWindow
+from steelyard.sampling import COOLEST, Chooser, Sampling, nucleus
 from steelyard.texts import GenerationSettings
 from support.parrot import BOS, CHATML, END, EOS, START, V, bytes_tokenizer, letters
 from support.ranks_generation import generator_of, hot, script

@@ -100,9 +100,7 @@ def models(draw):
                 if kind == "one-stack":
                     turned = draw(st.booleans())
                     runs = draw(
-                        st.sampled_from(
-                            [((("gate", inner), ("up", inner)), 1), ((("up", inner), ("gate", inner)), 1)]
-                        )
+                        st.sampled_from([((("gate", inner), ("up", inner)), 1), ((("up", inner), ("gate", inner)), 1)])
                     )
                     together = (Source(f"{stem}.both", order=Order(*runs), stacked=True, transposed=turned),)
                     sources |= {(stem, "gate"): together, (stem, "up"): together}

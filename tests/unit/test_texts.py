@@ -46,6 +46,7 @@ def folder_of(path, config=None, generation=None, tokens=None, template=None):
     [
         ({"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}, None, ((2,), 1, 0)),
         ({"eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": [5, 6], "pad_token_id": 7}, ((5, 6), 1, 7)),
+        ({"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": -1}, None, ((2,), 1, None)),
         ({"eos_token_id": 2}, {"eos_token_id": None}, ((2,), None, None)),
         ({"eos_token_id": [2, 3, 2]}, {}, ((2, 3), None, None)),
         ({"eos_token_id": 2, "text_config": {"eos_token_id": 3, "bos_token_id": 4}}, None, ((3,), 4, None)),
@@ -53,7 +54,7 @@ def folder_of(path, config=None, generation=None, tokens=None, template=None):
         ({"eos_token_id": None}, {"max_length": 20, "max_new_tokens": 5, "temperature": 0.6}, ((), None, None)),
         ({}, None, ((), None, None)),
     ],
-    ids=["config", "generation", "null", "doubled", "nested", "around", "lengths", "nothing"],
+    ids=["config", "generation", "no padding", "null", "doubled", "nested", "around", "lengths", "nothing"],
 )
 def test_the_first_file_that_names_an_id_is_believed(tmp_path, config, generation, expected):
     found = generation_settings(folder_of(tmp_path, config, generation))

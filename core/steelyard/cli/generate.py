@@ -12,7 +12,8 @@ from steelyard.cli.output import AsJson, print_json
 from steelyard.cli.render import EpOption, FolderArgument, TpOption, config_of
 
 if TYPE_CHECKING:
-    from steelyard.generation import Generation, Sampling
+    from steelyard.generation import Generation
+    from steelyard.sampling import Sampling
 
 STDIN = "-"
 REASONS = {
@@ -78,7 +79,7 @@ def generate(
 
 def _sampling(temperature: float, top_p: float, seed: int | None) -> Sampling:
     from steelyard.errors import ConfigError
-    from steelyard.generation import Sampling
+    from steelyard.sampling import Sampling
 
     try:
         return Sampling(temperature, top_p, seed)
