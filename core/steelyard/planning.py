@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from steelyard.blueprint import Blueprint, Node
+from steelyard.blueprint import Node
 from steelyard.checkpoint import Checkpoint, quantization_config
 from steelyard.config import Effective, LoadConfig, resolve
 from steelyard.discovery import Offer
@@ -170,12 +171,14 @@ def _plan(
     dtype = checkpoint.dtype_hint() if options.dtype == "auto" else CONFIG_DTYPES[options.dtype]
     publishers = _publishers(config, registry)
     quantization = find_quantization(checkpoint, registry)
-    names = Names([family.mapping(config), *publishers.values()])
+    with _asking(key):
+        names = Names([family.mapping(config), *publishers.values()])
     asked = f"tp_size={job.tp}, ep_size={job.ep}, moe_tp={job.moe_tp}"
     matcher = Matcher(checkpoint.entries, [file.name for file in checkpoint.files], asked)
     finder = PartFinder(checkpoint, names, quantization[1] if quantization else None, registry, options, matcher)
 
-    blueprint = _blueprint(family, key, config)
+    with _asking(key):
+        blueprint = family.blueprint(config)
     aliased, ties = finder.ties(blueprint.nodes, blueprint.ties)
     found = [parts for node in blueprint.nodes if node.stem not in aliased and (parts := finder.find(node))]
     matcher.report_unread_parts()
@@ -229,10 +232,11 @@ def _stated_dtype(options: LoadConfig, config: Config, dtype: str) -> list[Findi
     return [Finding("config", "note", "config.json", text)]
 
 
-def _blueprint(family: ModelFamily, key: str, config: Config) -> Blueprint:
-    """Return the family's nodes; what it stumbles over in the config is told as a fault of the config."""
+@contextmanager
+def _asking(key: str) -> Iterator[None]:
+    """Tell what a family stumbles over in the config as a fault of the config."""
     try:
-        return family.blueprint(config)
+        yield
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, SteelyardError):
             raise

@@ -36,35 +36,42 @@ class DecoderMapping:
         else:
             self.prefixes = ("model.",) if made.has_head else ("", "model.")
             self.heads = ("lm_head",)
+        self._stacks: dict[tuple[str, str], tuple[Order | None, tuple[Source, ...]]] = {}
 
     def names(self, node: Node, part: str, expert: int | None) -> tuple[Source, ...]:
         """Return where a part may stand, behind every prefix."""
         if node.stem == HEAD:
             return tuple(Source(name) for name in self.heads)
+        if len(self.prefixes) == 1:
+            return tuple(self.below(self.prefixes[0], node, part, expert))
         return tuple(source for prefix in self.prefixes for source in self.below(prefix, node, part, expert))
 
     def below(self, prefix: str, node: Node, part: str, expert: int | None) -> Iterable[Source]:
-        """Yield where a part may stand behind one prefix."""
+        """Return where a part may stand behind one prefix."""
         path = f"{prefix}{node.stem}"
+        if isinstance(node, Experts):
+            return self.experts(path, node, part, expert)
         if isinstance(node, AttentionState):
-            yield Source(path.removesuffix(".state"))
-        elif isinstance(node, Experts):
-            yield from self.experts(path, node, part, expert)
-        elif isinstance(node, Linear) and len(node.parts) > 1:
-            yield Source(f"{path.rpartition('.')[0]}.{PROJECTIONS[part]}")
-            yield Source(path, order=order_of(node.parts))
-        else:
-            yield Source(path)
+            return (Source(path.removesuffix(".state")),)
+        if isinstance(node, Linear) and len(node.parts) > 1:
+            above = path.rpartition(".")[0]
+            return (Source(f"{above}.{PROJECTIONS[part]}"), Source(path, order=order_of(node.parts)))
+        return (Source(path),)
 
     def experts(self, path: str, node: Experts, part: str, expert: int | None) -> Iterable[Source]:
-        """Yield where a part of an expert may stand: on its own, fused with the other part, or with all experts."""
-        order = None if part == "down" else order_of(node.w13.parts)
-        fused = "down_proj" if part == "down" else "gate_up_proj"
-        yield Source(f"{path}.{expert}.{PROJECTIONS[part]}")
-        if order is not None:
-            yield Source(f"{path}.{expert}.gate_up_proj", order=order)
-        yield Source(f"{path}.{fused}", {".weight": ""}, order, stacked=True)
-        yield Source(f"{path}.{fused}", {}, order, stacked=True)
+        """Return where a part of an expert may stand: on its own, fused with the other part, or with all experts."""
+        known = self._stacks.get((path, part))  # one for all experts of a layer: a large model asks for many thousand
+        if known is None:
+            order = None if part == "down" else order_of(node.w13.parts)
+            fused = f"{path}.down_proj" if part == "down" else f"{path}.gate_up_proj"
+            spelled: tuple[Mapping[str, str], ...] = ({".weight": ""}, {})
+            stacks = tuple(Source(fused, respell, order, stacked=True) for respell in spelled)
+            known = self._stacks[path, part] = (order, stacks)
+        order, stacks = known
+        single = Source(f"{path}.{expert}.{PROJECTIONS[part]}")
+        if order is None:
+            return (single, *stacks)
+        return (single, Source(f"{path}.{expert}.gate_up_proj", order=order), *stacks)
 
     def drops(self, config: Config) -> tuple[Drop, ...]:
         """Return the layers that only draft tokens, and the head of a model that is used without one."""
