@@ -26,6 +26,9 @@ from steelyard.steps import Alias, AliasIfEqual
 from steelyard.units import Unit, UnitClass, shape_of
 
 NORM, PARAM, COMPANIONS = "norm", "param", "companions"
+FEW_EXPERTS = 4096
+"""Up to so many each missing expert is named; more than there are tensors are a damaged number."""
+
 CORE_LAYOUTS = (NORM, PARAM, COMPANIONS)
 """Layouts that core itself declares, for nodes that no quant method has to do with."""
 
@@ -163,7 +166,15 @@ class PartFinder:
         shape = self._shape(linear)
         first: UnitClass | None = None
         found = before = 0
+        stored = len(self.matcher.entries)
         for expert in range(node.num_experts):
+            if expert and node.num_experts > max(stored, FEW_EXPERTS):
+                self._add(
+                    "config", "error", f"{node.stem} {part}",
+                    f"{node.stem}: the config states {node.num_experts} experts, which are not stacked, and the checkpoint "
+                    f"holds {stored} tensors in all; the number is damaged",
+                )  # fmt: skip
+                return None
             sources = self.names.of(node, part, expert)
             stem = f"{node.stem}.{expert}"
             unit = self._unit(node, linear, shape, part, sources, stem=stem, experts=node.num_experts)

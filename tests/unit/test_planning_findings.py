@@ -591,6 +591,20 @@ def test_heads_and_padding_that_cannot_be_are_findings(tmp_path, parts, text):
     assert error_texts(plan_of(tmp_path, tensors, Linear("l", 8, parts, Placement.COLWISE))) == [text]
 
 
+def test_a_number_of_experts_that_no_file_holds_is_refused_at_once(tmp_path):
+    """E-06, X-22: not one missing expert after another."""
+    tensors = plain(toy_m_shapes(TOY_M_CONFIG))
+    hollow_m(tmp_path, num_experts=10**12, tensors=tensors)
+    assert error_texts(planned(tmp_path))[0] == (
+        "model.layers.0.mlp.gate.weight (model.safetensors): stored shape [4, 256], layers.0.mlp.gate expects "
+        "[1000000000000, 256] = [out, in] with out=1000000000000, in=256 (tp_size=1, ep_size=1, moe_tp=1)"
+    )
+    assert (
+        f"layers.0.mlp.experts: the config states {10**12} experts, which are not stacked, and the checkpoint holds "
+        f"{len(tensors)} tensors in all; the number is damaged"
+    ) in error_texts(planned(tmp_path))
+
+
 def test_experts_that_are_none_are_an_error_of_the_config(tmp_path):
     hollow_m(tmp_path, num_experts=0, tensors=plain(toy_m_shapes(TOY_M_CONFIG | {"num_experts": 0})))
     assert error_texts(planned(tmp_path)) == [

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from steelyard.plugin import LoadError
 from steelyard.torch import Decoder, Experts, GatedMlp, Linear, ops, take, weight_of
 from steelyard_model_qwen3_moe.config import MoeConfig
 
@@ -43,12 +44,19 @@ class SparseMlp(nn.Module):
         Shapes:
             (..., H) -> (..., H)
         """
-        logits = self.router(x.to(weight_of(self.router).dtype))
+        logits = self.router(x.to(self._router_dtype(x)))
         ids, weights = ops.route(logits, self._top_k, renormalize=self._renormalizes)
         y: Tensor = self.experts(x, ids, weights)
         if self.shared is not None and self.shared_gate is not None:
             y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return y
+
+    def _router_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of the router's weight; of one that is packed for a kernel, the input's."""
+        try:
+            return weight_of(self.router).dtype
+        except LoadError:
+            return x.dtype
 
 
 def decoder_of(made: MoeConfig, built: Mapping[str, nn.Module]) -> Decoder:
